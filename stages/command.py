@@ -16,15 +16,24 @@ Run = Callable[[Spec, Path, dict[str, Path], Context], None]
 EXIT_MISTAKE = 2
 EXIT_STOPPED = 130
 
-# Where a study keeps what a stage reads, seen from its folder; "{cell}" is the spec file's name.
-WORKSPACE = {"vocabulary": "vocabulary", "packed": "packed", "weights": "weights/{cell}"}
+# Where a study keeps what a stage reads, seen from its folder, by the first part of the input's name.
+WORKSPACE = {
+    "vocabulary": "vocabulary",
+    "training": "tokens/{name}",
+    "validation": "packed/validation",
+    "validation/": "tokens/{name}",
+    "evaluation": "tokens/{name}",
+    "budget": "packed/budgets/{budget}.json",
+    "weights": "weights/{cell}",
+    "history": "{name}.parquet",
+    "evaluations": "{name}",
+}
 
 
 def default_input(name: str, cell: str) -> Path:
-    """Where an input stands in a study's folder: a role's source under tokens/, the rest as WORKSPACE has it."""
-    if name in WORKSPACE:
-        return Path(WORKSPACE[name].format(cell=cell))
-    return Path("tokens") / name
+    """Where the input `name` of the spec of `cell` stands in a study's folder. A cell is named <model>-<scale>-<budget>."""
+    kind = "validation/" if name.startswith("validation/") else name.split("/")[0]
+    return Path(WORKSPACE[kind].format(name=name, cell=cell, budget=cell.rsplit("-", 1)[-1]))
 
 
 def main(run: Run, arguments: list[str] | None = None) -> None:
