@@ -9,19 +9,48 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Protocol
 
 from stages import artifact
 
 PARTIAL = ".partial-"
 
 
+class Shelf(Protocol):
+    """Where units are shared beyond one artifact: other studies', earlier attempts', larger budgets'."""
+
+    def fetch(self, key: str, folder: Path) -> bool:
+        """Put the unit of this key at `folder`, if the shelf has it."""
+
+    def keep(self, key: str, folder: Path) -> None:
+        """Take the complete unit at `folder`."""
+
+
+_shelf: ContextVar[Shelf | None] = ContextVar("shelf", default=None)
+
+
+@contextmanager
+def shared(shelf: Shelf) -> Iterator[None]:
+    """Inside, units come from `shelf` where it has them, and go to it when they are made."""
+    token = _shelf.set(shelf)
+    try:
+        yield
+    finally:
+        _shelf.reset(token)
+
+
 def complete(folder: Path, key: str) -> bool:
-    """Whether `folder` holds the whole unit of this key. What stands there under another key, or damaged, does not count."""
+    """Whether `folder` holds the whole unit of this key, be it fetched from the shelf now.
+
+    What stands there under another key, or damaged, does not count.
+    """
     try:
         artifact.read(folder, key=key)
     except ValueError:
-        return False
+        shelf = _shelf.get()
+        return shelf is not None and shelf.fetch(key, folder)
     return True
 
 
@@ -42,6 +71,8 @@ def making(folder: Path, *, key: str, stage: str, inputs: dict[str, str]) -> Ite
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    if (shelf := _shelf.get()) is not None:
+        shelf.keep(key, folder)
 
 
 def keep_only(parent: Path, names: set[str]) -> None:

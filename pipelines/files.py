@@ -1,0 +1,27 @@
+"""Trees of hard links: one copy of the bytes, several places."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`: a hard link, or a copy where the file system does not allow one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def link_tree(source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Link every file under `source` whose relative path is `wanted` to the same place under `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_file() and wanted(name):
+            link(path, target / name)

@@ -1,0 +1,131 @@
+"""One request to run one stage, and its execution in this process: on a worker, or at the desk."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines.store import Busy, Lease, Store
+from stages import units
+from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
+
+
+@dataclass
+class Request:
+    """What somebody wants made.
+
+    inputs: input name -> absolute path. settings: what the stage's Context carries (sources, provenance, peak_flops).
+    resources: what a worker must have ("cpus", "gpus", or any name of Ray's). store: the store's folder.
+    """
+
+    stage: str
+    cell: str
+    spec: dict[str, Any]
+    inputs: dict[str, str]
+    store: str
+    study: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    device: str = "auto"
+    resources: dict[str, float] = field(default_factory=dict)
+    retries: int = 2
+
+    @property
+    def key(self) -> str:
+        return Spec.model_validate(self.spec).key
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        return cls(**json.loads(text))
+
+
+@dataclass
+class Outcome:
+    """How a request ended. status: present (it was made before), succeeded, failed, stopped, lost, busy.
+
+    kind: for a failure, "mistake" (the user's: `error` is a sentence) or "error" (ours: `error` is a traceback).
+    """
+
+    status: str
+    error: str | None = None
+    kind: str | None = None
+    folder: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.status in ("present", "succeeded")
+
+
+def execute(request: Request, *, on_progress: Callable[[dict[str, Any]], None] | None = None, stop: Callable[[], bool] = lambda: False) -> Outcome:
+    """Make the artifact of a request in this process, under a lease, and publish it.
+
+    Takes up the newest usable work of earlier attempts. Never raises for a stage that fails: the outcome says how.
+    """
+    store = Store(Path(request.store))
+    spec = Spec.model_validate(request.spec)
+    try:
+        found = store.find(spec.key)
+    except ValueError as error:
+        return Outcome("failed", str(error), "mistake")
+    if found:
+        return Outcome("present", folder=str(found))
+    earlier = store.attempts(spec.key)
+    try:
+        lease = store.acquire(spec.key, canonical(spec.model_dump()))
+    except Busy as busy:
+        return Outcome("busy", str(busy))
+    outcome = _run(request, spec, lease, earlier, on_progress, stop)
+    lease.release(asdict(outcome))
+    if outcome.done:
+        _tidy(store, spec.key, lease)
+    return outcome
+
+
+def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_progress: Any, stop: Callable[[], bool]) -> Outcome:
+    context = Context(
+        threads=request.threads,
+        device=request.device,
+        resume_from=earlier,
+        settings=request.settings | {"provenance": request.settings.get("provenance", {}) | {"attempt": lease.number}},
+        progress_file=lease.folder / "progress.jsonl",
+        fence=lease.fence,
+        stop_requested=lambda: stop() or lease.stop_file.exists(),
+        on_progress=on_progress,
+    )
+    folder = str(lease.folder)
+    try:
+        stage = importlib.import_module(f"stages.{request.stage}")
+        with lease.beating(), units.shared(lease.store):
+            stage.run(spec, lease.folder, {name: Path(path) for name, path in request.inputs.items()}, context)
+            published = lease.publish()
+    except Stopped as stopped:
+        return Outcome("stopped", str(stopped), folder=folder)
+    except LeaseLost as lost:
+        return Outcome("lost", str(lost), folder=folder)
+    except ValueError as mistake:
+        # Our own ValueErrors are sentences for the user; one out of a library's depths is a fault of ours and keeps its traceback.
+        last = traceback.extract_tb(mistake.__traceback__)[-1].filename
+        ours = any(part in last for part in ("/stages/", "/models/", "/kernels/", "/pipelines/")) and "site-packages" not in last
+        return Outcome("failed", str(mistake), "mistake", folder) if ours else Outcome("failed", traceback.format_exc(), "error", folder)
+    except Exception:
+        return Outcome("failed", traceback.format_exc(), "error", folder)
+    if not published:
+        return Outcome("present", folder=str(lease.store.find(spec.key)))
+    return Outcome("succeeded", folder=folder)
+
+
+def _tidy(store: Store, key: str, lease: Lease) -> None:
+    """The artifact stands: earlier attempts' folders are of no more use."""
+    published = store.find(key)
+    for attempt in store.attempts(key):
+        if attempt != published and attempt.name != str(lease.number):
+            shutil.rmtree(attempt, ignore_errors=True)
