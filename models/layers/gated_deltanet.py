@@ -1,0 +1,22 @@
+"""Gated DeltaNet, G_t = gamma_t G_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T (MesaNet, Table 1).
+
+Shapes: see matrix.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.layers.deltanet import delta_flops
+from models.layers.matrix import MatrixLayer
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(MatrixLayer):
+    """The delta rule with a forget and a write gate."""
+
+    name = "gated_deltanet"
+
+    def recurrence_flops(self, length: int) -> float:
+        """The delta rule's; decay costs no product."""
+        return delta_flops(length, self.key_size)

@@ -1,0 +1,94 @@
+"""What every sequence layer is: a frozen dataclass with a parameter table, pure functions over arrays, and its costs.
+
+Shapes: B batch, T time, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, ClassVar
+
+from models.parameters import Table
+
+Array = Any  # torch.Tensor or jax.Array
+State = dict[str, Any]
+SCALE_FIELDS = ("width", "heads", "key_size")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A sequence layer on the backbone: x [B, T, D] to what is added to the stream [B, T, D].
+
+    width, heads and key_size come from the scale; a subclass's further fields are its options in params.yaml.
+    """
+
+    width: int
+    heads: int
+    key_size: int
+
+    name: ClassVar[str]
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names that params.yaml may set."""
+        return tuple(field.name for field in fields(cls) if field.name not in SCALE_FIELDS)
+
+    @property
+    def inner(self) -> int:
+        """Width of queries, keys and values over all heads."""
+        return self.heads * self.key_size
+
+    @property
+    def trainable(self) -> str | None:
+        """None, or why this layer has only a parameter table and costs."""
+        return "no forward pass yet" if type(self).forward is Layer.forward else None
+
+    def parameters(self) -> Table:
+        """The layer's parameters by name."""
+        raise NotImplementedError
+
+    def forward(
+        self, p: dict[str, Array], x_BTD: Array, state: State | None = None, segments: Array | None = None, *, ops: ModuleType,
+        record: dict[str, Array] | None = None,
+    ) -> tuple[Array, State]:  # fmt: skip
+        """The whole sequence at once.
+
+        p: parameters by name, float32. x: normalised stream, float32 or bfloat16. state: where the sequence goes on from; None starts fresh.
+        segments: int32 [B, T]; another id than the token before resets the layer, -1 is padding. ops: kernels.arrays.torch or .jax.
+        record: where given, receives the layer's scalars (float32, one number each), such as Mesa's solver steps.
+        Returns y [B, T, D] in x's dtype and the state after the last token.
+        """
+        raise NotImplementedError(f"Layer {self.name!r} has no forward pass yet: its parameters and costs can be planned, but not trained.")
+
+    def step(self, p: dict[str, Array], x_BD: Array, state: State, *, ops: ModuleType) -> tuple[Array, State]:
+        """One token [B, D] with a state of constant size (attention: a cache); returns y [B, D] and the next state."""
+        y_B1D, state = self.forward(p, x_BD[:, None], state, ops=ops)
+        return y_B1D[:, 0], state
+
+    def initial_state(self, batch: int, *, ops: ModuleType, like: Array) -> State:
+        """The state of `batch` sequences before their first token, on the device of the array `like`."""
+        raise NotImplementedError
+
+    def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
+        """Floating-point operations a token, averaged over a sequence of `length`; a multiply-add is two, element-wise work is not counted.
+
+        steps: solver steps taken, where the layer has a solver (None: its cap). training: forward and backward (recomputation never counted).
+        """
+        raise NotImplementedError
+
+    def state_floats(self, length: int) -> int:
+        """Scalars kept a sequence after `length` tokens of decoding, without convolution caches."""
+        raise NotImplementedError
+
+
+TRAINING = 3
+"""Forward and backward over forward, for matrix products: each has one product forward and two backward."""
+
+
+def product(*sizes: int) -> int:
+    """FLOPs of multiplying a vector by a matrix of these sizes."""
+    flops = 2
+    for size in sizes:
+        flops *= size
+    return flops

@@ -1,0 +1,77 @@
+"""What the layers with a matrix state share (MesaNet, section 4 and E.1): everything around their recurrence.
+
+    q, k, v = W x;  q, k = SiLU(conv4(q, k));  q, k = q / |q|, k / |k|   (each per head)
+    gates   = sigmoid(W x + b)                                          (one scalar per head and token, float32)
+    y       = sum over heads of P_h RMSNorm_h(o_h)
+
+Shapes: B batch, T time, D width, H heads, K key and value size, C = H K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from models.layers.layer import TRAINING, Layer, product
+from models.parameters import Parameter, Table, ones, residual, zeros
+
+CHUNK = 64
+"""Chunk length that FLOPs are counted at."""
+NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class MatrixLayer(Layer):
+    """A linear recurrence on a K x K state per head.
+
+    convolution: window of the causal depthwise convolution on queries and keys. convolve_values: also on values.
+    """
+
+    convolution: int = 4
+    convolve_values: bool = False
+
+    gates: ClassVar[tuple[str, ...]] = ("forget", "write")
+
+    def __post_init__(self) -> None:
+        if self.convolution < 1:
+            raise ValueError(f"{self.name}: convolution is {self.convolution}; it is a window in tokens, at least 1.")
+
+    @property
+    def convolved(self) -> tuple[str, ...]:
+        """Which projections pass through a convolution."""
+        return ("q", "k", "v") if self.convolve_values else ("q", "k")
+
+    def parameters(self) -> Table:
+        """Projections, convolutions, gates with their biases, one norm weight per head and dimension, output."""
+        inner, heads = self.inner, self.heads
+        return {
+            **{name: Parameter((self.width, inner), axes=("width", "inner")) for name in ("q", "k", "v")},
+            **{f"{name}_conv": Parameter((self.convolution, inner), axes=("window", "inner")) for name in self.convolved},
+            **{name: Parameter((self.width, heads), axes=("width", "heads")) for name in self.gates},
+            **{f"{name}_bias": Parameter((heads,), zeros, decay=False, axes=("heads",)) for name in self.gates},
+            "norm": Parameter((heads, self.key_size), ones, decay=False, axes=("heads", "key")),
+            "out": Parameter((inner, self.width), residual, axes=("inner", "width")),
+        }
+
+    def around_flops(self) -> int:
+        """Projections, convolutions and gates, forward, a token."""
+        projections = product(4, self.width, self.inner)
+        convolutions = product(len(self.convolved), self.convolution, self.inner)
+        return projections + convolutions + product(len(self.gates), self.width, self.heads)
+
+    def recurrence_flops(self, length: int) -> float:
+        """The chunked recurrence of one head, forward, a token: read-out 4CK + 2K^2 and state 2K^2 (mesanet.md, section 7)."""
+        return readout_flops(length, self.key_size) + product(self.key_size, self.key_size)
+
+    def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
+        """Everything a token; steps has no meaning here."""
+        return (TRAINING if training else 1) * (self.around_flops() + self.heads * self.recurrence_flops(length))
+
+    def state_floats(self, length: int) -> int:
+        """K^2 a head."""
+        return self.heads * self.key_size**2
+
+
+def readout_flops(length: int, key_size: int) -> int:
+    """Chunked q -> G q of one head, a token: scores and values 2CK each over a chunk of C tokens, the state before it 2K^2."""
+    return product(2, min(CHUNK, length), key_size) + product(key_size, key_size)

@@ -1,0 +1,76 @@
+"""The Mesa layer: each token's read-out solves the regression of values on keys so far (MesaNet, equations 7, 8, 43, 44).
+
+    G_t = gamma_t G_{t-1} + beta_t v_t k_t^T;  H_t = gamma_t H_{t-1} + beta_t k_t k_t^T;  o_t = G_t (H_t + Lambda)^-1 q_t
+    Lambda = minimum + softplus(lambda);  gamma <- gamma (1 - (1 - bound) beta^2)                  (MesaNet, G.5)
+
+Shapes: see matrix.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from models.layers.layer import TRAINING, product
+from models.layers.matrix import MatrixLayer, readout_flops
+from models.parameters import Parameter, Table, constant
+
+SOLVES_IN_TRAINING = 2
+"""One forward, one backward (MesaNet, appendix D)."""
+
+
+@dataclass(frozen=True)
+class Mesa(MatrixLayer):
+    """Gated linear attention whose query passes through (H + Lambda)^-1 by conjugate gradients.
+
+    steps: the solver's cap. eps: a token is done once its residual is that much below what `criterion` names: "min", the smaller
+    of the first residual and the right-hand side; "r0", the first residual (the paper's inference study).
+    solve: False reads out with the query itself, as GLA does. lambda_minimum, lambda_initial: Lambda's bound, and where it begins.
+    forget_bound: gamma's upper bound at beta = 1; 1 leaves gamma as it is.
+    """
+
+    steps: int = 30
+    eps: float = 1e-4
+    criterion: Literal["min", "r0"] = "min"
+    solve: bool = True
+    lambda_minimum: float = 0.25
+    lambda_initial: float = 1.0
+    forget_bound: float = 0.9975
+
+    name = "mesa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 0 or self.eps < 0:
+            raise ValueError(f"mesa: steps is {self.steps} and eps {self.eps}; neither may be negative.")
+        if self.criterion not in ("min", "r0"):
+            raise ValueError(f"mesa: criterion is {self.criterion!r}; it is 'min' or 'r0'.")
+        if not 0 <= self.lambda_minimum < self.lambda_initial:
+            raise ValueError(
+                f"mesa: lambda_initial {self.lambda_initial} must lie above lambda_minimum {self.lambda_minimum}, and that at 0 or more."
+            )
+        if not 0 < self.forget_bound <= 1:
+            raise ValueError(f"mesa: forget_bound is {self.forget_bound}; it lies in (0, 1].")
+
+    def parameters(self) -> Table:
+        """The common block's and one lambda a head and key dimension."""
+        start = math.log(math.expm1(self.lambda_initial - self.lambda_minimum))
+        return {
+            **super().parameters(),
+            "lambda": Parameter((self.heads, self.key_size), constant(start), decay=False, axes=("heads", "key")),
+        }
+
+    def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
+        """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward.
+
+        The start's residual is not counted as a step.
+        """
+        steps = (self.steps if steps is None else steps) if self.solve else 0
+        common = self.around_flops() + self.heads * (self.recurrence_flops(length) + product(self.key_size, self.key_size))
+        solve = self.heads * steps * readout_flops(length, self.key_size)
+        return (TRAINING * common + SOLVES_IN_TRAINING * solve) if training else common + solve
+
+    def state_floats(self, length: int) -> int:
+        """G and H."""
+        return 2 * super().state_floats(length)
