@@ -25,7 +25,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "step": "int64", "tokens": "int64", "loss": "float64", "learning_rate": "float64", "grad_norm": "float64", "seconds": "float64",
         "tokens_per_second": "float64", "mfu": "float64", "mfu_without_cg": "float64", "event": "string",
     },
-    "nll": {"set": "string", "source": "string", "length": "int64", "sequence": "int64", "nll": "list<float>"},
+    "nll": {"set": "string", "source": "string", "length": "int64", "sequence": "int64", "start": "int64", "nll": "list<float>"},
     "positions": {"set": "string", "length": "int64", "position": "int64", "nll_sum": "float64", "count": "int64"},
     "tasks": {
         "task": "string", "version": "int64", "shots": "int64", "item": "string", "scores": "list<double>", "prediction": "string",
