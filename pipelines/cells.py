@@ -1,0 +1,124 @@
+"""The cells of a study, and every stage of each resolved to a plain spec: pure functions of params.yaml and the version table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+from pipelines.params import Params
+from stages import pack
+from stages.spec import Spec
+
+VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
+VOCABULARY, PACK, ANALYZE = ("vocabulary", "vocabulary"), ("pack", "pack"), ("analyze", "analyze")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model at one scale on one budget. group: the table of params.yaml that selects it."""
+
+    model: str
+    scale: str
+    budget: str
+    group: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.scale}-{self.budget}"
+
+
+def cells(params: Params) -> list[Cell]:
+    """Every cell of the study, in the order of params.yaml."""
+    return [
+        Cell(model, scale, budget, group)
+        for group, grid in params.groups().items()
+        for model in grid.models
+        for scale in grid.scales
+        for budget in grid.budgets
+    ]
+
+
+def version_table(path: Path = VERSIONS) -> dict[str, dict[str, int]]:
+    """stages/versions.yaml: versions by table (stages, model, layers) and name. ValueError where it is damaged."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        table = YAML(typ="safe").load(path.read_text())
+        return {part: {name: int(version) for name, version in table[part].items()} for part in ("stages", "model", "layers")}
+    except (OSError, YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a readable version table ({error}); restore it from git.") from error
+
+
+def model_of(params: Params, cell: Cell) -> Any:
+    """The built model of a cell: its table, counts and FLOPs; no arrays."""
+    return models.build(params.models[cell.model], params.scales[cell.scale].model_dump(), vocab_size=params.vocabulary.size)
+
+
+Specs = dict[tuple[str, str], Spec]
+
+
+def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
+    """(stage, cell) -> spec of everything the study makes, in an order in which inputs come first."""
+    found: Specs = {}
+    sources = params.data.sources
+
+    def spec(stage: str, cell: str, parameters: dict[str, Any], inputs: dict[str, str], **more: int) -> Spec:
+        made = Spec(stage=stage, versions={stage: versions["stages"][stage], **more}, inputs=inputs, parameters=parameters)
+        found[stage, cell] = made
+        return made
+
+    def identity(name: str) -> dict[str, Any]:
+        return sources[name].model_dump(exclude={"role", "files"})
+
+    by_role = {role: [name for name, source in sources.items() if source.role == role] for role in ("training", "validation", "evaluation")}
+    learned = {"sources": {name: identity(name) for name in by_role["training"]}} if params.vocabulary.kind == "bpe" else {}
+    vocabulary = spec(*VOCABULARY, params.vocabulary.model_dump() | learned, {})
+    for name in sources:
+        spec("tokenize", name, {"source": name, **identity(name)}, {"vocabulary": vocabulary.key})
+
+    shape = {"vocab_size": params.vocabulary.size, "bos": params.vocabulary.bos, "sequence_length": params.packing.sequence_length}
+    rows = {name: params.steps(name) * params.training.batch for name in params.budgets if any(cell.budget == name for cell in cells(params))}
+    tokens = {f"{role}/{name}": found["tokenize", name].key for role in ("training", "validation") for name in by_role[role]}
+    packed = spec(*PACK, params.packing.model_dump() | shape | {"budgets": rows}, tokens)
+
+    for cell in cells(params):
+        entry, scale = params.models[cell.model], params.scales[cell.scale].model_dump()
+        what = {"model": entry, "scale": scale} | shape
+        layers = {f"layers.{layer}": versions["layers"][layer] for layer in models.layer_names(entry)}
+        training = params.training.model_dump() | what
+        training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
+        trained = spec("train", cell.name, training, {"budget": pack.budget_key(packed, rows[cell.budget])}, backbone=versions["model"]["backbone"], **layers)
+
+        settings = params.evaluation.settings if models.takes_settings(entry) else {}
+        evaluation = params.evaluation.model_dump() | what | {"settings": {name: dict(value) for name, value in settings.items()}}
+        evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
+        texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
+        spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
+
+    spec(
+        *ANALYZE,
+        params.analysis.model_dump() | {"cells": [_summary(params, cell) for cell in cells(params)]},
+        {f"history/{cell.name}": found["train", cell.name].key for cell in cells(params)}
+        | {f"evaluations/{cell.name}": found["evaluate", cell.name].key for cell in cells(params)},
+    )
+    return found
+
+
+def _summary(params: Params, cell: Cell) -> dict[str, Any]:
+    """What the analysis says of a cell beyond its results."""
+    model, tokens = model_of(params, cell), params.steps(cell.budget) * params.training.batch * params.packing.sequence_length
+    return {
+        "cell": cell.name,
+        "model": cell.model,
+        "scale": cell.scale,
+        "budget": cell.budget,
+        "group": cell.group,
+        "layer": "+".join(models.layer_names(params.models[cell.model])),
+        "parameters": model.parameters,
+        "tokens": tokens,
+        "flops": tokens * model.flops(params.packing.sequence_length, training=True),
+        "steps": params.models[cell.model].get("steps"),
+    }

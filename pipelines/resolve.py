@@ -1,0 +1,71 @@
+"""The first stage: params.yaml and the version table to one spec file a stage and cell, and the study's context."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipelines import workspace
+from pipelines.cells import Cell, Specs, cells, specs, version_table
+from pipelines.params import NAME, Params, load
+from stages.artifact import write_atomically
+
+
+def resolve(folder: Path = Path(".")) -> Specs:
+    """Validate the whole study and write specs/ and context.json; remove outputs of cells that it no longer has.
+
+    ValueError for a mistake, before anything is written. A params.yaml that changes meanwhile is read again, so that what
+    DVC records of it afterwards is what the specs were made from.
+    """
+    while True:
+        before = (folder / NAME).read_bytes() if (folder / NAME).is_file() else b""
+        params = load(folder)
+        study = specs(params, version_table())
+        if (folder / NAME).read_bytes() != before:
+            continue
+        _write(folder, params, study)
+        if (folder / NAME).read_bytes() == before:
+            return study
+
+
+def _write(folder: Path, params: Params, study: Specs) -> None:
+    wanted = {folder / workspace.spec_file(stage, cell): spec for (stage, cell), spec in study.items()}
+    for path in (folder / "specs").rglob("*") if (folder / "specs").is_dir() else ():
+        if path.is_file() and path not in wanted:
+            path.unlink()
+    for path, spec in wanted.items():
+        # One value a line: a person can read a change of it, and so can git.
+        write_atomically(path, json.dumps(spec.model_dump(), indent=1, sort_keys=True) + "\n")
+    write_atomically(folder / workspace.CONTEXT, json.dumps(context(params), indent=1, sort_keys=True) + "\n")
+    workspace.prune(set(study), roles(params), folder)
+    for role in ("training", "validation", "evaluation"):
+        (folder / "tokens" / role).mkdir(parents=True, exist_ok=True)  # a role without sources is an empty folder to DVC, not a missing one
+
+
+def roles(params: Params) -> dict[str, str]:
+    return {name: source.role for name, source in params.data.sources.items()}
+
+
+def context(params: Params) -> dict[str, Any]:
+    """What a stage needs to know of the place and what no result depends on."""
+    return {
+        "study": params.study,
+        "root": params.root,
+        "storage": params.cluster.storage,
+        "outputs": params.outputs,
+        "tracking": params.tracking,
+        "retries": params.cluster.retries,
+        "sources": {name: source.files for name, source in params.data.sources.items()},
+        "roles": roles(params),
+        "cells": {cell.name: asdict(cell) for cell in cells(params)},
+        "workers": {cell.name: _worker(params, cell) for cell in cells(params)} | {"default": _worker(params, None)},
+    }
+
+
+def _worker(params: Params, cell: Cell | None) -> dict[str, Any]:
+    worker = params.worker(cell.scale if cell else "default")
+    chip = params.accelerators[worker.accelerator].model_dump() if worker.accelerator else None
+    return worker.model_dump() | {"chip": chip}
+

@@ -1,0 +1,95 @@
+"""A study's folder: where each stage's outputs stand in it, and what the last `resolve` wrote down of the place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipelines.files import link, link_tree
+from stages import artifact, provenance
+from stages.command import WORKSPACE, default_input
+from stages.spec import Spec
+
+CONTEXT = Path("context.json")
+STAGES = ("vocabulary", "tokenize", "pack", "train", "evaluate", "analyze")
+# What an attempt's folder holds beside the artifact: the work's own, never an output.
+WORKING = ("checkpoints", "progress.jsonl", "history.parquet", "heartbeat", "outcome.json", "stop", "published", provenance.NAME)
+
+
+def spec_file(stage: str, cell: str) -> Path:
+    return Path("specs") / stage / f"{cell}.json"
+
+
+def output(stage: str, cell: str, role: str | None = None) -> Path:
+    """The folder of a stage's artifact, seen from the study's. role: of the source, for tokenize."""
+    match stage:
+        case "tokenize":
+            return Path("tokens") / str(role) / cell
+        case "pack":
+            return Path("packed")
+        case "train":
+            return Path(WORKSPACE["weights"].format(cell=cell))
+        case "evaluate":
+            return Path("evaluations") / cell
+        case "analyze":
+            return Path("analysis")
+    return Path(stage)
+
+
+def history_file(cell: str) -> Path:
+    return Path("history") / f"{cell}.parquet"
+
+
+def provenance_file(stage: str, cell: str) -> Path:
+    return Path("provenance") / stage / f"{cell}.json"
+
+
+def inputs(spec: Spec, cell: str) -> dict[str, Path]:
+    """Where each input of a spec stands in the study's folder."""
+    return {name: default_input(name, cell) for name in spec.inputs}
+
+
+def place(stage: str, cell: str, role: str | None, made: Path, folder: Path = Path("."), *, data: bool = True) -> None:
+    """Link a published artifact's files to where the study keeps them. With data=False, its record alone (`outputs: pointers`)."""
+    target = folder / output(stage, cell, role)
+    shutil.rmtree(target, ignore_errors=True)
+    records = ("budgets/",) if stage == "pack" else ()  # small, and what training depends on: always here
+    link_tree(made, target, lambda name: _is_output(name) and (data or name.endswith(artifact.NAME) or name.startswith(records)))
+    link(made / provenance.NAME, folder / provenance_file(stage, cell))
+    if stage == "train":
+        link(made / "history.parquet", folder / history_file(cell))
+
+
+def _is_output(name: str) -> bool:
+    first = name.split("/")[0]
+    return first not in WORKING and not first.startswith(".")
+
+
+def context(folder: Path = Path(".")) -> dict[str, Any]:
+    """What `resolve` wrote down of the place. ValueError where it has not run."""
+    try:
+        return json.loads((folder / CONTEXT).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / CONTEXT} is not readable ({error}); `strata run resolve` in the study's folder writes it.") from error
+
+
+def prune(wanted: set[tuple[str, str]], roles: dict[str, str], folder: Path = Path(".")) -> list[Path]:
+    """Remove from the study's folder the outputs of what it no longer has; the store keeps them. Returns what went.
+
+    wanted: (stage, cell) of every spec. roles: tokenize's source -> role.
+    """
+    keep = {output(stage, cell, roles.get(cell)) for stage, cell in wanted}
+    keep |= {history_file(cell) for stage, cell in wanted if stage == "train"}
+    keep |= {provenance_file(stage, cell) for stage, cell in wanted}
+    parents = [Path("weights"), Path("evaluations"), Path("history"), *(Path("tokens") / role for role in ("training", "validation", "evaluation"))]
+    parents += [Path("provenance") / stage for stage in STAGES]
+    gone = []
+    for parent in parents:
+        for path in (folder / parent).iterdir() if (folder / parent).is_dir() else ():
+            name = path.relative_to(folder)
+            if name not in keep and not path.name.startswith("."):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                gone.append(name)
+    return gone
