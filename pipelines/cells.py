@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+from models.backbone import Model
 from pipelines.params import Params
 from stages import pack
 from stages.spec import Spec
@@ -52,7 +53,7 @@ def version_table(path: Path = VERSIONS) -> dict[str, dict[str, int]]:
         raise ValueError(f"{path} is not a readable version table ({error}); restore it from git.") from error
 
 
-def model_of(params: Params, cell: Cell) -> Any:
+def model_of(params: Params, cell: Cell) -> Model:
     """The built model of a cell: its table, counts and FLOPs; no arrays."""
     return models.build(params.models[cell.model], params.scales[cell.scale].model_dump(), vocab_size=params.vocabulary.size)
 
@@ -87,13 +88,14 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
     for cell in cells(params):
         entry, scale = params.models[cell.model], params.scales[cell.scale].model_dump()
         what = {"model": entry, "scale": scale} | shape
-        layers = {f"layers.{layer}": versions["layers"][layer] for layer in models.layer_names(entry)}
+        model = model_of(params, cell)
+        layers = {f"layers.{layer.name}": versions["layers"][layer.name] for layer in model.layers}
         training = params.training.model_dump() | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
         trained = spec("train", cell.name, training, {"budget": pack.budget_key(packed, rows[cell.budget])}, backbone=versions["model"]["backbone"], **layers)
 
-        settings = params.evaluation.settings if models.takes_settings(entry) else {}
-        evaluation = params.evaluation.model_dump() | what | {"settings": {name: dict(value) for name, value in settings.items()}}
+        evaluation = params.evaluation.model_dump() | what
+        evaluation |= {} if model.takes_settings else {"settings": {}}
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
         spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
@@ -116,7 +118,7 @@ def _summary(params: Params, cell: Cell) -> dict[str, Any]:
         "scale": cell.scale,
         "budget": cell.budget,
         "group": cell.group,
-        "layer": "+".join(models.layer_names(params.models[cell.model])),
+        "layer": "+".join(dict.fromkeys(layer.name for layer in model.layers)),
         "parameters": model.parameters,
         "tokens": tokens,
         "flops": tokens * model.flops(params.packing.sequence_length, training=True),

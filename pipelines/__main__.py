@@ -1,0 +1,5 @@
+"""`python -m pipelines` is `strata`."""
+
+from pipelines.cli import main
+
+main()

@@ -1,0 +1,187 @@
+"""The `strata` command. Heavy libraries are imported by the commands that need them: the plan loads neither torch nor ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Scaled pretraining studies from one params.yaml.")
+
+MISTAKE, FAILURE, STOPPED = 2, 1, 130
+
+StudyArgument = Annotated[str | None, typer.Argument(help="a folder with a params.yaml, or the name of one under pipelines/; this folder if not given")]
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one sentence and exit code 2, a fault of ours a traceback."""
+    try:
+        app()
+    except ValueError as mistake:
+        stop(str(mistake), MISTAKE)
+
+
+def stop(message: str, code: int) -> NoReturn:
+    print(f"Error: {message}" if code == MISTAKE else message, file=sys.stderr)
+    sys.exit(code)
+
+
+def study_folder(study: str | None) -> Path:
+    """The folder of a study, given as a path or a name."""
+    if study is None:
+        return Path(".")
+    for folder in (Path(study), Path("pipelines") / study, repository() / "pipelines" / study):
+        if (folder / "params.yaml").is_file():
+            return folder
+    from pipelines.params import nearest
+
+    known = [path.parent.name for path in (repository() / "pipelines").glob("*/params.yaml")]
+    raise ValueError(f"There is no study {study!r}; {nearest(study, known)}")
+
+
+def repository(folder: Path = Path(".")) -> Path:
+    """The nearest folder upward that holds .dvc, or the folder itself."""
+    return next((path for path in (folder.resolve(), *folder.resolve().parents) if (path / ".dvc").is_dir()), folder.resolve())
+
+
+@app.command()
+def run(
+    stage: Annotated[str, typer.Argument(help="resolve, vocabulary, tokenize, pack, train, evaluate or analyze")],
+    cell: Annotated[str | None, typer.Argument(help="the cell, or the source of tokenize")] = None,
+    ray: Annotated[bool, typer.Option(envvar="STRATA_RAY", help="work in Ray; --no-ray works in this process")] = True,
+) -> None:
+    """Run one stage of the study in this folder, as dvc.yaml does: taken from the store if it is there."""
+    from pipelines import desk, workspace
+    from pipelines.params import nearest
+
+    if stage == "resolve":
+        from pipelines.check import require
+        from pipelines.resolve import resolve
+
+        require(Path("."))
+        resolve()
+        return
+    if stage not in workspace.STAGES:
+        raise ValueError(f"There is no stage {stage!r}; {nearest(stage, ['resolve', *workspace.STAGES])}")
+    if cell is None and stage in ("tokenize", "train", "evaluate"):
+        raise ValueError(f"Which {'source' if stage == 'tokenize' else 'cell'}? `strata run {stage} NAME`; specs/{stage}/ has one file each.")
+    try:
+        desk.run(stage, cell or stage, ray=ray)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
+    except desk.Failed as failed:
+        stop(str(failed), MISTAKE if failed.mistake else FAILURE)
+
+
+@app.command()
+def plan(
+    study: StudyArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same for machines")] = False,
+) -> None:
+    """What a study takes, cell by cell, and what will run and why; nothing is run."""
+    from pipelines import desk
+    from pipelines import plan as planning
+    from pipelines.params import load
+    from pipelines.resolve import context
+
+    folder = study_folder(study)
+    params = load(folder)
+    made = planning.plan(params, desk.store_of(context(params), folder), folder)
+    if as_json:
+        print(json.dumps(made.to_json(), indent=1))
+    else:
+        planning.show(made, params)
+
+
+@app.command()
+def check(study: StudyArgument = None) -> None:
+    """Is this study well formed, and could it run here?"""
+    from pipelines.check import problems
+    from pipelines.params import load
+
+    folder = study_folder(study)
+    params = load(folder)
+    found = problems(params, folder)
+    for problem in found:
+        print(f"- {problem}")
+    if found:
+        sys.exit(MISTAKE)
+    print(f"{params.study}: params.yaml is well formed, and everything it needs is here.")
+
+
+@app.command("study")
+def new_study(name: Annotated[str, typer.Argument(help="its folder under pipelines/")]) -> None:
+    """Make a study: a folder under pipelines/ with the nano study's params.yaml to edit and a copy of dvc.yaml."""
+    import re
+    import shutil
+
+    from pipelines.params import MODEL_NAME
+
+    root = repository()
+    target = root / "pipelines" / name
+    if not re.fullmatch(MODEL_NAME, name):
+        raise ValueError(f"{name!r} is no name for a study: small letters, digits, _ and single - only, since it becomes a folder.")
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another name.")
+    text = (root / "pipelines" / "nano" / "params.yaml").read_text()
+    text = re.sub(r"\A(#.*\n)+", f"# The {name} study.\n", text).replace("study: nano", f"study: {name}").replace("[data/", "[../nano/data/")
+    target.mkdir()
+    (target / "params.yaml").write_text(text)
+    shutil.copyfile(root / "dvc.yaml", target / "dvc.yaml")
+    print(f"Made {target.relative_to(root)}: edit its params.yaml, look at `strata plan {name}`, then `dvc repro {target.relative_to(root)}/dvc.yaml`.")
+
+
+@app.command("lock-data")
+def lock_data(study: StudyArgument = None) -> None:
+    """Write the pin of every data source of a study into its params.yaml: what its files hold now."""
+    from pipelines.pins import lock
+
+    folder = study_folder(study)
+    for name, before, after in lock(folder):
+        print(f"{name}: {after}" + ("" if before == after else f" (was {before})" if before else " (new)"))
+
+
+@app.command()
+def forget(
+    names: Annotated[list[str], typer.Argument(help="cells, sources, stages, or the beginnings of keys")],
+    study: Annotated[str | None, typer.Option(help="the study; this folder if not given")] = None,
+) -> None:
+    """Remove artifacts from the store and from the study's folder, so that they are made again."""
+    from pipelines.forget import forget as remove
+
+    folder = study_folder(study)
+    for line in remove(folder, names):
+        print(line)
+
+
+@app.command()
+def status(study: StudyArgument = None) -> None:
+    """What runs, what is done, what failed, with progress."""
+    from pipelines import status as reporting
+
+    reporting.show(study_folder(study))
+
+
+@app.command("stop")
+def stop_cell(cell: Annotated[str, typer.Argument(help="the cell that trains or is evaluated")], study: StudyArgument = None) -> None:
+    """Ask a running cell to save its work and stop."""
+    from pipelines import status as reporting
+
+    print(reporting.stop(study_folder(study), cell))
+
+
+@app.command()
+def doctor() -> None:
+    """What this node offers, which kernels it would use, and what is missing, with the fix."""
+    from pipelines import doctor as examination
+
+    sys.exit(examination.show(repository()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DVC_NO_ANALYTICS", "1")
+    main()

@@ -1,0 +1,152 @@
+"""`strata run STAGE [CELL]`: what a stage of dvc.yaml does at the desk. Ask the store, have it made, put it in place, remember it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipelines import workspace
+from pipelines.store import Store
+from pipelines.work import Outcome, Request, execute
+from stages.spec import Spec
+
+STORE = ".strata"
+
+
+class Failed(Exception):
+    """A stage failed; the message is what to print. mistake: whether it is the user's, in one sentence."""
+
+    def __init__(self, message: str, *, mistake: bool) -> None:
+        super().__init__(message)
+        self.mistake = mistake
+
+
+def store_of(context: dict[str, Any], folder: Path = Path(".")) -> Store:
+    """The store that the study's settings name: a folder, or .strata/ in the repository."""
+    return Store(Path(context["storage"]).expanduser() if context["storage"] else root_of(context, folder) / STORE)
+
+
+def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
+    return (folder / context["root"]).resolve()
+
+
+def run(stage: str, cell: str, *, ray: bool) -> Outcome:
+    """Make one stage's artifact, or take it from the store, and put it where DVC expects it. Raises Failed, ValueError.
+
+    The working directory is the study's folder.
+    """
+    context = workspace.context()
+    file = workspace.spec_file(stage, cell)
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: the study has no {stage} of {cell!r}, or `strata run resolve` has not run since it has.")
+    spec = Spec.load(file)
+    store = store_of(context)
+    found = store.find(spec.key)
+    outcome = Outcome("present", folder=str(found)) if found else _make(request(stage, cell, spec, context, store), context, ray)
+    if not outcome.done:
+        raise Failed(outcome.error or f"{stage} of {cell} ended as {outcome.status}.", mistake=outcome.kind == "mistake" or outcome.status != "failed")
+    made = Path(outcome.folder or "")
+    workspace.place(stage, cell, context["roles"].get(cell), made, data=context["outputs"] == "files")
+    print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
+    _remember(stage, cell, spec, context, made)
+    return outcome
+
+
+def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store) -> Request:
+    """What is to be made, with all that depends on the place."""
+    worker = context["workers"].get(cell, context["workers"]["default"])
+    chip = worker["chip"]
+    resources = {"cpus": worker["cpus"]}
+    if chip and chip["kind"] == "gpu":
+        resources["gpus"] = worker["count"]
+    elif chip and chip["kind"] == "tpu":
+        resources["TPU"] = worker["count"]
+    return Request(
+        stage=stage,
+        cell=cell,
+        spec=spec.model_dump(),
+        inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell).items()},
+        store=str(store.root),
+        study=context["study"],
+        settings={
+            "sources": _sources(stage, cell, context),
+            "provenance": {"study": context["study"], "cell": cell, **commit()},
+            "peak_flops": chip["flops"] * worker["count"] if chip else None,
+        },
+        threads=min(worker["cpus"], os.cpu_count() or 1),
+        device="auto",
+        resources=resources,
+        retries=context["retries"],
+    )
+
+
+def _sources(stage: str, cell: str, context: dict[str, Any]) -> list[str] | dict[str, list[str]]:
+    """The data files of a stage that reads any; local ones made absolute, since a worker stands elsewhere."""
+
+    def files(name: str) -> list[str]:
+        return [file if "://" in file else str(Path(file).absolute()) for file in context["sources"][name]]
+
+    if stage == "tokenize":
+        return files(cell)
+    if stage == "vocabulary":
+        return {name: files(name) for name, role in context["roles"].items() if role == "training"}
+    return []
+
+
+def commit(folder: Path = Path(".")) -> dict[str, Any]:
+    """The git commit of the repository and whether tracked files differ from it; nothing outside a repository."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    return {} if head is None else {"commit": head, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:
+    if not ray:
+        from pipelines.progress import Progress
+
+        with Progress(f"{wanted.stage} {wanted.cell}") as progress, _signals() as stopping:
+            return execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))
+    from pipelines import head, jobs
+
+    address = head.address_from_environment()
+    return jobs.ask(wanted, address or head.ensure(root_of(context)), local=address is None)
+
+
+def _remember(stage: str, cell: str, spec: Spec, context: dict[str, Any], made: Path) -> None:
+    """Log to MLflow what this stage adds; a tracking server that is away is a warning."""
+    if stage not in ("train", "evaluate", "analyze"):
+        return
+    from pipelines import tracking
+
+    tracking.remember(stage, cell, spec, context, made, root=root_of(context))
+
+
+def read_provenance(made: Path) -> dict[str, Any]:
+    return json.loads((made / "provenance.json").read_text())
+
+
+class _signals:
+    """Inside, Ctrl-C and SIGTERM are collected instead of raised, so that the stage can save its work first."""
+
+    def __enter__(self) -> list[int]:
+        import signal
+
+        self.seen: list[int] = []
+        self.before = {number: signal.signal(number, lambda n, _: self.seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self.seen
+
+    def __exit__(self, *error: object) -> None:
+        import signal
+
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.seen:
+            print("Stopped; what was done is kept.", file=sys.stderr)

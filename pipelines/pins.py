@@ -1,0 +1,45 @@
+"""`strata lock-data`: write what the data sources hold now into params.yaml, and touch nothing else of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelines.params import NAME, read
+from stages.artifact import write_atomically
+from stages.sources import Source, lock as pin_of
+
+
+def lock(folder: Path) -> list[tuple[str, str | None, str]]:
+    """Pin every source of the study in `folder`. Returns (source, pin before, pin now); params.yaml keeps its comments and layout."""
+    from pydantic import ValidationError
+    from ruamel.yaml import YAML
+
+    from pipelines.params import explain
+
+    read(folder)  # a clear sentence for what is no YAML or no table
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 10_000
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    path = folder / NAME
+    document = yaml.load(path.read_text())
+    sources = (document.get("data") or {}).get("sources")
+    if not isinstance(sources, dict) or not sources:
+        raise ValueError(f"{path}: data.sources: holds no source to pin.")
+    found = []
+    for name, value in sources.items():
+        try:
+            source = Source.model_validate(dict(value) | {"pin": None})
+        except (ValidationError, TypeError) as error:
+            reason = explain(error) if isinstance(error, ValidationError) else f"found {value!r}, wanted a table."
+            raise ValueError(f"{path}: data.sources.{name}: {reason}") from error
+        before, now = value.get("pin"), pin_of(source, folder)
+        value["pin"] = now
+        found.append((name, before, now))
+    if any(before != now for _, before, now in found):
+        import io
+
+        text = io.StringIO()
+        yaml.dump(document, text)
+        write_atomically(path, text.getvalue())
+    return found
