@@ -1,0 +1,152 @@
+"""Analyze: the histories and evaluations of a study's cells to tables, figures, and one report."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from stages import artifact, provenance
+from stages.command import main
+from stages.spec import Context, Spec, Strict
+
+DIGITS = 6  # significant digits in metrics.json: fewer than any difference of rounding
+
+
+class Analysis(Strict):
+    """`analysis:` of params.yaml.
+
+    title: the report's heading.
+    baseline: the model that the others are compared with, at the same scale and budget; null compares with none.
+    headline: the text set by which the report's summary ranks models; where it was not evaluated, the mean over sets.
+    smoothing: a loss curve's value is the mean over this fraction of the run before it; the final loss likewise.
+    points: how many points of a loss curve are kept.
+    bins_per_octave: position bins per doubling of the position.
+    bootstrap: resamples of sequences behind an interval.
+    seed: of the resamples.
+    unigram_entropy: nats per token, drawn as a line beside the losses of a small study; null draws none.
+    paper: whose printed figures the ledger sets beside ours; null sets none.
+    paper_names: our name of a model, scale, budget or set -> the paper's, where the built-in list does not know it.
+    """
+
+    title: str = "Results"
+    baseline: str | None = "transformer"
+    headline: str = "validation"
+    smoothing: float = Field(default=0.02, gt=0, le=1)
+    points: int = Field(default=400, ge=2)
+    bins_per_octave: int = Field(default=3, ge=1, le=32)
+    bootstrap: int = Field(default=200, ge=10)
+    seed: int = 0
+    unigram_entropy: float | None = None
+    paper: Literal["mesanet"] | None = "mesanet"
+    paper_names: dict[str, str] = {}
+
+
+class Cell(Strict):
+    """One trained cell of the study, as the spec lists it.
+
+    parameters: count. tokens: trained on. flops: of the whole training run.
+    group: the grid itself; references beside it; the sweep over CG steps in training. steps: CG's cap in training, null where the model has no CG.
+    """
+
+    cell: str
+    model: str
+    scale: str
+    budget: str
+    layer: str
+    parameters: int
+    tokens: int
+    flops: float
+    group: Literal["grid", "references", "sweep"] = "grid"
+    steps: int | None = None
+
+
+class Parameters(Analysis):
+    """What an analysis' spec holds: `analysis:`, the cells, and the length they were trained at (null: the shortest evaluated)."""
+
+    cells: list[Cell] = Field(min_length=1)
+    sequence_length: int | None = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Parameters:
+        names = [cell.cell for cell in self.cells]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"Cell {twice[0]!r} is listed twice.")
+        return self
+
+
+def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
+    """Write tables/*.parquet, figures/*.png, plots/*.json, metrics.json and report.html of the cells that the spec lists.
+
+    inputs: "history/<cell>" -> a history.parquet, "evaluations/<cell>" -> an evaluation's folder. Nothing else is read.
+    ValueError where one of them is missing, damaged, or was made under another key than the spec's.
+    """
+    from stages import schemas
+    from stages.report import figures, page, style, tables
+    from stages.report.study import Study
+
+    started = time.time()
+    try:
+        parameters = Parameters.model_validate(spec.parameters)
+    except ValidationError as error:
+        raise ValueError(f"This analysis' parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
+    study = Study.load(parameters, spec, inputs)
+
+    files: list[str] = []
+    known: dict[str, str] = {}
+
+    def wrote(name: str) -> Path:
+        files.append(name)
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        return out / name
+
+    made = {}
+    for number, (name, make) in enumerate(tables.TABLES.items(), start=1):
+        if context.stop_requested():
+            from stages.spec import Stopped
+
+            raise Stopped("the analysis is made again from its beginning, which takes little time.")
+        made[name] = make(study)
+        context.progress(step=number, of=len(tables.TABLES), table=name, rows=made[name].num_rows)
+
+    context.fence()
+    for name, table in made.items():
+        path = wrote(f"tables/{name}.parquet")
+        known[f"tables/{name}.parquet"] = schemas.write(path, table, name=schemas.FREE, key=spec.key)
+    drawn = figures.draw(study, made, style.Style.of(study))
+    for name, figure in drawn.items():
+        wrote(f"figures/{name}.png").write_bytes(figure.png)
+    for name, rows in tables.plots(made).items():
+        artifact.write_atomically(wrote(f"plots/{name}.json"), json.dumps(rows, indent=0, allow_nan=False) + "\n")
+    artifact.write_atomically(wrote("metrics.json"), json.dumps(metrics(study, made), indent=1, sort_keys=True, allow_nan=False) + "\n")
+    artifact.write_atomically(wrote("report.html"), page.render(study, made, drawn))
+
+    _remove_strangers(out, files)
+    provenance.write(out, spec, context, started=started)
+    artifact.write(out, key=spec.key, stage=spec.stage, files=files, inputs=study.digests, known=known)
+
+
+def metrics(study: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """{cell: {"loss": final training loss, "perplexity": {set: at the training length}}}; no timings, null where not finite."""
+    from stages.report.tables import rounded
+
+    found: dict[str, Any] = {row["cell"]: {"loss": rounded(row["final_loss"], DIGITS), "perplexity": {}} for row in made["models"].to_pylist()}
+    for row in made["perplexity"].to_pylist():
+        if row["length"] == study.length and row["setting"] == study.TRAINED:
+            found[row["cell"]]["perplexity"][row["set"]] = rounded(row["perplexity"], DIGITS)
+    return found
+
+
+def _remove_strangers(out: Path, files: list[str]) -> None:
+    """Remove what an earlier attempt under other parameters left in the folders that are this stage's own."""
+    for folder in ("tables", "figures", "plots"):
+        for path in (out / folder).glob("*"):
+            if f"{folder}/{path.name}" not in files:
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main(run)

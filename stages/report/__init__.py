@@ -1,0 +1,1 @@
+"""What analyze makes of a study's results: its tables, its figures, its page."""

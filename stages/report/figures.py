@@ -1,0 +1,399 @@
+"""The analysis' figures, drawn from its tables: PNG for a paper or a slide, SVG for the report's page."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from stages.report import style
+from stages.report.study import Study
+from stages.report.style import FAINT, GRID, INK, RAMP, Style
+
+Row = dict[str, Any]
+
+WIDTH = 7.2  # inches; the page shows a figure at its full text width
+COLUMNS = 3
+DPI = 200
+
+LOOK = {
+    "font.family": "DejaVu Sans", "font.size": 7.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT, "axes.linewidth": 0.6,
+    "axes.titlesize": 8, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 5, "axes.labelsize": 7.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.5, "axes.axisbelow": True,
+    "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5, "ytick.major.size": 2.5,
+    "lines.linewidth": 1.3, "lines.solid_capstyle": "round", "legend.frameon": False, "legend.fontsize": 7.5, "figure.facecolor": "white",
+    "svg.fonttype": "none", "svg.hashsalt": "strata",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure in both forms. caption: one sentence of what it shows and how to read it."""
+
+    png: bytes
+    svg: str
+    caption: str
+
+
+def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Drawing]:
+    """Name -> drawing of every figure that has something to show. The same tables give the same bytes."""
+    tables = {name: table.to_pylist() for name, table in made.items()}
+    makers: tuple[Callable[..., Iterator[tuple[str, Figure, str]]], ...] = (loss, loss_difference, positions, extrapolation, cg_inference, cg_training)
+    found = {}
+    with matplotlib.rc_context(LOOK):
+        for make in makers:
+            for name, figure, caption in make(study, tables, look):
+                found[name] = Drawing(_png(figure), _svg(figure), caption)
+    return found
+
+
+def _png(figure: Figure) -> bytes:
+    FigureCanvasAgg(figure)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return file.getvalue()
+
+
+# --- the parts of a figure --------------------------------------------------------------------------------------------
+
+
+def _panels(titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0) -> tuple[Figure, list[Axes]]:
+    """A figure of one panel a title, at most three in a row, with room for a legend of `keys` entries above several panels."""
+    columns = min(COLUMNS, len(titles)) if len(titles) != 4 else 2
+    lines = math.ceil(len(titles) / columns)
+    each = single if len(titles) == 1 else 2.7 if columns == 2 else height
+    legend = 0.0 if len(titles) == 1 else 0.12 + 0.17 * math.ceil(keys / 6)
+    figure = Figure(figsize=(WIDTH, each * lines + legend), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - legend / figure.get_figheight()), w_pad=0.06, h_pad=0.05)
+    grid = figure.subplots(lines, columns, squeeze=False)
+    axes = list(grid.flat)
+    for spare in axes[len(titles) :]:
+        spare.remove()
+    for ax, title in zip(axes, titles, strict=False):
+        ax.set_title(title)
+    return figure, axes[: len(titles)]
+
+
+def _legend(figure: Figure, axes: list[Axes]) -> None:
+    """One legend for all panels, in a line above them."""
+    handles: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(0.005, 1.0), ncols=6, handlelength=1.8, columnspacing=1.3, borderpad=0.2
+    )
+
+
+def _name_ends(ax: Axes, ends: list[tuple[float, str, str]], *, room: float = 0.16) -> None:
+    """Write each line's name at its right end, moved apart where they would overlap. ends: (last y, name, colour)."""
+    low, high = ax.get_ylim()
+    points = ax.get_figure().get_figheight() * 72 * 0.8  # about what the axes are high
+    transform = ax.yaxis.get_transform().transform
+    bottom, top = transform([low])[0], transform([high])[0]
+    places = [((transform([min(max(y, min(low, high)), max(low, high))])[0] - bottom) / (top - bottom) * points, name, colour) for y, name, colour in ends]
+    places.sort(key=lambda place: place[0])
+    gap, heights = 9.0, [place[0] for place in places]
+    for _ in range(100):
+        for i in range(1, len(heights)):
+            if (short := gap - (heights[i] - heights[i - 1])) > 1e-9:
+                heights[i - 1] -= short / 2
+                heights[i] += short / 2
+        heights[0] = max(heights[0], 0.0)
+        for i in range(1, len(heights)):
+            heights[i] = max(heights[i], heights[i - 1] + gap * 0.999)
+    for height, (_, name, colour) in zip(heights, places, strict=True):
+        ax.annotate(name, (1, height / points), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", va="center", color=colour, annotation_clip=False)
+
+
+def _finish(figure: Figure, axes: list[Axes], ends: list[tuple[float, str, str]]) -> None:
+    """Names at the lines' ends where there is one panel, else a legend."""
+    if len(axes) == 1 and ends:
+        _name_ends(axes[0], ends)
+    elif len(axes) > 1:
+        _legend(figure, axes)
+
+
+def _log2(ax: Axes, low: float, high: float) -> None:
+    """A logarithmic axis of positions with ticks at powers of two, at most six."""
+    ax.set_xscale("log", base=2)
+    powers = np.arange(math.ceil(math.log2(max(low, 1))), math.floor(math.log2(max(high, 2))) + 1)
+    stride = math.ceil(len(powers) / 6)
+    ax.xaxis.set_major_locator(FixedLocator([2.0**power for power in powers[::-1][::stride][::-1]]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.binary(value)))
+    ax.set_xlim(low, high)
+
+
+def _zero(ax: Axes, colour: str = INK) -> None:
+    ax.axhline(0, color=colour, linewidth=0.8, zorder=1.5)
+
+
+def _of(rows: list[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def _column(rows: list[Row], name: str) -> np.ndarray:
+    return np.array([math.nan if row[name] is None else row[name] for row in rows], np.float64)
+
+
+def _lines(study: Study, place: tuple[str, str]) -> list[Any]:
+    """The cells of a scale and budget, the baseline first so that others are drawn over it."""
+    cells = [run.cell for run in study.compared if run.place == place]
+    return sorted(cells, key=lambda cell: cell.model != study.parameters.baseline)
+
+
+def _slug(place: tuple[str, str], study: Study) -> str:
+    return f"-{place[0]}-{place[1]}" if len(study.places) > 1 else ""
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+
+
+def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """Training loss over tokens, a panel per scale and budget; the first steep part is left out."""
+    rows = tables["curves"]
+    places = [place for place in study.places if any(_of(rows, cell=cell.cell) for cell in _lines(study, place))]
+    if not places:
+        return
+    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels))
+    entropy = study.parameters.unigram_entropy
+    ends: list[tuple[float, str, str]] = []
+    for ax, place in zip(axes, places, strict=True):
+        shown, ends = [], []
+        for cell in _lines(study, place):
+            curve = _of(rows, cell=cell.cell)
+            x, y = _column(curve, "tokens"), _column(curve, "loss")
+            ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
+            shown.append(y[x >= 0.06 * x[-1]])
+            if np.isfinite(y[-1]):
+                ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
+        values = np.concatenate(shown)
+        values = values[np.isfinite(values)]
+        if len(values):
+            low, high = values.min(), values.max()
+            if entropy is not None:
+                low, high = min(low, entropy), max(high, entropy)
+                ax.axhline(entropy, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
+                ax.annotate("unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), xytext=(-2, 2.5), textcoords="offset points", ha="right", color=FAINT, size=7)
+            margin = 0.06 * max(high - low, 0.02)
+            ax.set_ylim(low - margin, high + 2 * margin)
+        ax.set_xlim(left=0, right=max(row["tokens"] for cell in _lines(study, place) for row in _of(rows, cell=cell.cell)))
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.tick(value)))
+        ax.set_xlabel("training tokens")
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel("loss (nats per token)")
+    _finish(figure, axes, ends)
+    smoothing = f"mean over {study.parameters.smoothing:.0%} of the run" if study.parameters.smoothing >= 0.01 else "smoothed"
+    yield "loss", figure, f"Training loss ({smoothing}). The first steps, where it is still steep, leave the frame."
+
+
+def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """Training loss less the baseline's on the same tokens, a panel per scale and budget."""
+    rows = [row for row in tables["curves"] if row["difference"] is not None]
+    places = [place for place in study.places if any(_of(rows, cell=cell.cell) for cell in _lines(study, place))]
+    if not places:
+        return
+    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7)
+    name = look.labels[study.parameters.baseline]
+    ends: list[tuple[float, str, str]] = []
+    for ax, place in zip(axes, places, strict=True):
+        ends = [(0.0, name, look.colours[study.parameters.baseline])]
+        _zero(ax, look.colours[study.parameters.baseline])
+        shown = [np.zeros(1)]
+        for cell in _lines(study, place):
+            if not (curve := _of(rows, cell=cell.cell)):
+                continue
+            x, y = _column(curve, "tokens"), _column(curve, "difference")
+            ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model], linewidth=1.1)
+            shown.append(y[x >= 0.1 * x[-1]])
+            ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
+            ax.set_xlim(0, x[-1])
+        values = np.concatenate(shown)
+        margin = 0.08 * max(np.ptp(values), 0.005)
+        ax.set_ylim(values.min() - margin, values.max() + margin)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.tick(value)))
+        ax.set_xlabel("training tokens")
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(f"loss − {name} (nats)")
+    _finish(figure, axes, ends)
+    yield "loss_difference", figure, f"Training loss minus the {name}’s on the same tokens. Below zero is better."
+
+
+def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """NLL by position less the baseline's at the training length: a figure per scale and budget, a panel per set."""
+    rows = _of(tables["positions"], length=study.length)
+    for place in study.places:
+        those = [row for row in rows if (row["scale"], row["budget"]) == place]
+        sets = list(dict.fromkeys(row["set"] for row in those))
+        if not sets:
+            continue
+        cells = _lines(study, place)
+        figure, axes = _panels(sets, keys=len(cells))
+        name = look.labels[study.parameters.baseline]
+        ends: list[tuple[float, str, str]] = []
+        for ax, text in zip(axes, sets, strict=True):
+            ends = [(0.0, name, look.colours[study.parameters.baseline])]
+            for cell in cells:
+                if not (curve := _of(those, set=text, cell=cell.cell)):
+                    continue
+                x, colour = _column(curve, "position"), look.colours[cell.model]
+                ax.fill_between(x, _column(curve, "low"), _column(curve, "high"), color=colour, alpha=0.12, linewidth=0)
+                y = _column(curve, "difference")
+                ax.plot(x, y, color=colour, linestyle=look.dashes[cell.model], label=look.labels[cell.model])
+                ends.append((y[-1], look.labels[cell.model], colour))
+            _zero(ax, look.colours[study.parameters.baseline])
+            middle = _column([row for row in those if row["set"] == text and row["position"] >= 4] or those, "difference")
+            reach = 1.35 * max(0.01, float(np.nanquantile(np.abs(middle), 0.97)))
+            ax.set_ylim(-reach, reach)
+            _log2(ax, 1, max(row["last"] for row in those if row["set"] == text))
+            ax.yaxis.set_major_locator(MaxNLocator(5))
+            ax.set_xlabel("position in the sequence")
+            if ax.get_subplotspec().is_first_col():
+                ax.set_ylabel(f"NLL − {name} (nats)")
+        _finish(figure, axes, ends)
+        yield (
+            f"positions{_slug(place, study)}",
+            figure,
+            f"NLL by position minus the {name}’s at length {style.binary(study.length)}. Below zero is better than the {name}; bands are 95 % bootstrap intervals over sequences.",
+        )
+
+
+def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """Mean-so-far NLL on the longest evaluation of each set that goes beyond the training length."""
+    rows = _of(tables["mean_so_far"], setting=study.TRAINED)
+    for place in study.places:
+        cells = _lines(study, place)
+        those = [row for row in rows if (row["scale"], row["budget"]) == place and any(cell.cell == row["cell"] for cell in cells)]
+        longest = {row["set"]: max(other["length"] for other in those if other["set"] == row["set"]) for row in those}
+        reached = {text: max((row["position"] for row in those if row["set"] == text and row["length"] == length), default=0) for text, length in longest.items()}
+        sets = [text for text in longest if reached[text] > study.length]
+        if not sets:
+            continue
+        figure, axes = _panels(sets, keys=len(cells))
+        ends: list[tuple[float, str, str]] = []
+        for ax, text in zip(axes, sets, strict=True):
+            ends, lows, highs = [], [], []
+            first = max(1, study.length / 8)
+            for cell in cells:
+                curve = [row for row in _of(those, set=text, cell=cell.cell, length=longest[text]) if row["position"] >= first]
+                if not curve:
+                    continue
+                y = np.exp(np.minimum(_column(curve, "nll"), 700))
+                ax.plot(_column(curve, "position"), y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
+                ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
+                lows.append(np.nanmin(y))
+                highs.append(np.nanmax(y))
+            ax.axvline(study.length, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+            ax.annotate("trained", (study.length, 1), xycoords=("data", "axes fraction"), xytext=(-2, -2), textcoords="offset points", ha="right", va="top", color=FAINT, size=7)
+            low, high = min(lows), min(max(highs), 2.2 * min(lows))
+            ax.set_ylim(low * 0.98, high * 1.03)
+            _log2(ax, first, reached[text])
+            ax.yaxis.set_major_locator(MaxNLocator(5))
+            ax.set_xlabel("tokens so far")
+            if ax.get_subplotspec().is_first_col():
+                ax.set_ylabel("perplexity so far")
+        _finish(figure, axes, ends)
+        yield (
+            f"extrapolation{_slug(place, study)}",
+            figure,
+            "Perplexity of the first k tokens of long documents. Past the dotted line lie lengths never seen in training; a curve that leaves the frame has failed there.",
+        )
+
+
+def _ramp(number: int) -> list[tuple[float, float, float, float]]:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    ramp = LinearSegmentedColormap.from_list("ramp", RAMP)
+    return [to_hex(ramp(0.5 if number == 1 else i / (number - 1))) for i in range(number)]
+
+
+def cg_inference(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """A Mesa cell solved with other settings than it was trained with: a figure a cell, on the longest evaluation of its headline set."""
+    for run in study.compared:
+        yield from _cg_figure(
+            study,
+            _of(tables["cg_sweep"], kind="inference", cell=run.cell.cell),
+            _of(tables["cg_positions"], kind="inference", cell=run.cell.cell),
+            look,
+            name=f"cg_inference-{run.cell.cell}",
+            key="setting",
+            caption=f"{look.labels[run.cell.model]} ({style.place(*run.place)}) solved at inference with other settings than in training",
+            labels=lambda row: row["setting"],
+        )
+
+
+def cg_training(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """Cells trained with other caps of CG steps, less the grid's cell: a figure per reference."""
+    for run in study.compared:
+        steps = f" ({run.cell.steps} steps)" if run.cell.steps is not None else ""
+        yield from _cg_figure(
+            study,
+            _of(tables["cg_sweep"], kind="training", reference=run.cell.cell),
+            _of(tables["cg_positions"], kind="training", reference=run.cell.cell),
+            look,
+            name=f"cg_training-{run.cell.cell}",
+            key="cell",
+            caption=f"Cells trained with other caps of CG steps, against {look.labels[run.cell.model]}{steps}, {style.place(*run.place)}",
+            labels=lambda row: f"{row['steps']} steps" if row["steps"] is not None else row["model"],
+        )
+
+
+def _cg_figure(
+    study: Study, rows: list[Row], curves: list[Row], look: Style, *, name: str, key: str, caption: str, labels: Callable[[Row], str]
+) -> Iterator[tuple[str, Figure, str]]:
+    """Left: total difference against the steps taken. Right: the difference by position."""
+    if not rows:
+        return
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    text = study.parameters.headline if study.parameters.headline in sets else sets[0]
+    length = max(row["length"] for row in rows if row["set"] == text)
+    rows, curves = _of(rows, set=text, length=length), _of(curves, set=text, length=length)
+    against = "steps_taken" if key == "setting" else "steps"
+    rows.sort(key=lambda row: (row[against] is None, row[against] or 0, row["setting"]))
+    colours = dict(zip((row[key] for row in rows), _ramp(len(rows)), strict=True))
+
+    figure = Figure(figsize=(WIDTH, 2.75), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    for row in rows:
+        x, y = row[against], row["difference"]
+        if x is None or not math.isfinite(x):
+            continue
+        error = [[max(0.0, y - row["low"])], [max(0.0, row["high"] - y)]] if row["low"] is not None else None
+        left.errorbar([x], [y], error, fmt="o", color=colours[row[key]], markersize=4.5, elinewidth=0.9, capsize=0)
+        left.annotate(labels(row), (x, y), xytext=(5, 4), textcoords="offset points", size=7, color=colours[row[key]])
+    _zero(left)
+    left.set_xlabel("CG steps taken, mean" if key == "setting" else "CG steps in training")
+    left.set_ylabel("NLL minus trained (nats)" if key == "setting" else "NLL minus reference (nats)")
+    left.margins(x=0.16, y=0.16)
+    left.set_title("in all")
+    for row in rows:
+        curve = _of(curves, **{key: row[key]})
+        value = "mean_so_far" if key == "setting" else "difference"
+        right.plot(_column(curve, "last" if key == "setting" else "position"), _column(curve, value), color=colours[row[key]], label=labels(row))
+    _zero(right)
+    _log2(right, 1, max((row["last"] for row in curves), default=2))
+    right.set_title("mean so far" if key == "setting" else "by position")
+    right.set_xlabel("tokens so far" if key == "setting" else "position in the sequence")
+    right.legend(loc="upper right", ncols=2, fontsize=7, handlelength=1.4)
+    yield name, figure, f"{caption}: NLL difference on {text} at length {style.binary(length)}. Zero is no loss."

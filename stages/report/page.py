@@ -1,0 +1,370 @@
+"""The report: one self-contained HTML file, for reading, sending and printing. No script, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pyarrow as pa
+
+from stages.report import style
+from stages.report.figures import Drawing
+from stages.report.study import Study
+from stages.report.style import FAINT, GRID, INK, Style
+
+Row = dict[str, Any]
+
+TEMPLATE = Path(__file__).parents[1] / "data" / "report.html"
+SHOWN = 12  # characters of a key
+
+
+def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -> str:
+    """The page's text. A section that has nothing to show is left out."""
+    tables = {name: table.to_pylist() for name, table in made.items()}
+    look = Style.of(study)
+    page = Page(study, tables, drawn, look)
+    sections = (page.summary, page.cells, page.perplexity, page.loss, page.positions, page.extrapolation, page.cg, page.throughput, page.ledger, page.made_from)
+    colours = [*dict.fromkeys([*look.colours.values(), *page.inks()])]
+    variables = {colour: f"--c{i}" for i, colour in enumerate(colours)}
+    body = "\n".join(part for section in sections for part in section())
+    return Template(TEMPLATE.read_text()).substitute(
+        title=escape(study.parameters.title),
+        light=" ".join(f"{name}: {colour};" for colour, name in variables.items()),
+        dark=" ".join(f"{name}: {_on_dark(colour)};" for colour, name in variables.items()),
+        body=_themed(body, variables),
+    )
+
+
+class Page:
+    """The sections, each a list of HTML pieces; empty where there is nothing to show."""
+
+    def __init__(self, study: Study, tables: dict[str, list[Row]], drawn: dict[str, Drawing], look: Style) -> None:
+        self.study, self.tables, self.drawn, self.look = study, tables, drawn, look
+        self.cell = {row["cell"]: row for row in tables["models"]}
+        self.compared = [self.cell[run.cell.cell] for run in study.compared]
+
+    def inks(self) -> list[str]:
+        """Colours in the figures that are no model's: whatever ramp colours they use."""
+        found = set(re.findall(r"#[0-9a-f]{6}", "".join(drawing.svg for drawing in self.drawn.values())))
+        return sorted(found - set(self.look.colours.values()) - {INK, FAINT, GRID, "#ffffff"})
+
+    # --- what is said first ---------------------------------------------------------------------------------------
+
+    def summary(self) -> list[str]:
+        study, models = self.study, self.tables["models"]
+        names = list(dict.fromkeys(row["model"] for row in self.compared))
+        scales, budgets = (list(dict.fromkeys(row[name] for row in models)) for name in ("scale", "budget"))
+        sizes = [row["parameters"] for row in models]
+        low, high = style.count(min(sizes)), style.count(max(sizes))
+        sweep = len(models) - len(self.compared)
+        trained = f"{_number(len(names), 'model')} at {_number(len(scales), 'scale')}: {_number(len(models), 'cell')} of {low if low == high else f'{low} to {high}'} parameters"
+        trained += f", {sweep} of them a sweep over CG steps in training." if sweep else "."
+        tokens = " or ".join(dict.fromkeys(style.count(row["tokens"]) for row in models))
+        flops = math.fsum(row["flops"] for row in models)
+        lengths = f", at length {style.binary(study.length)}" if study.length else ""
+        seen = f"Each trained on {tokens} tokens{lengths}; {flops:.2g} FLOPs of training in all.".replace("e+", "e")
+        lines = [trained, seen.replace(" or ", ", ", max(0, len(budgets) - 2))]
+        if best := self._best():
+            lines.append(best)
+        return ['<ul class="summary">' + "".join(f"<li>{line}</li>" for line in lines) + "</ul>"]
+
+    def _best(self) -> str | None:
+        """The best model of the largest scale and budget, by the headline set, or the mean over sets."""
+        place = max(self.study.places, key=lambda place: max(row["flops"] for row in self.compared if (row["scale"], row["budget"]) == place), default=None)
+        rows = [row for row in self._trained(self.study.length) if (row["scale"], row["budget"]) == place]
+        text = self.study.parameters.headline
+        if any(row["set"] == text for row in rows):
+            scores, what = {row["cell"]: row["perplexity"] for row in rows if row["set"] == text}, f"{escape(text)} perplexity"
+        else:
+            scores, what = self._means(rows), "mean perplexity"
+        scores = {cell: value for cell, value in scores.items() if value is not None and math.isfinite(value)}
+        if not scores:
+            return None
+        best = min(scores, key=scores.__getitem__)
+        label, where = escape(self.look.labels[self.cell[best]["model"]]), f" at {escape(style.place(*place))}" if len(self.study.places) > 1 else ""
+        said = f"{'Best' if len(scores) > 1 else 'It reached'}{where}: <b>{label}</b>, {what} {style.perplexity(scores[best])}"
+        baseline = next((cell for cell in scores if self.cell[cell]["model"] == self.study.parameters.baseline), None)
+        if len(scores) == 1:
+            return f"<b>{label}</b>{where}: {what} {style.perplexity(scores[best])}."
+        if baseline is None or baseline == best:
+            second = sorted(scores, key=scores.__getitem__)[1]
+            return f"{said}; next {escape(self.look.labels[self.cell[second]['model']])}, {style.perplexity(scores[second])}."
+        name = escape(self.look.labels[self.cell[baseline]["model"]])
+        return f"{said}, {1 - scores[best] / scores[baseline]:.1%} below the {name}’s {style.perplexity(scores[baseline])}."
+
+    # --- tables ---------------------------------------------------------------------------------------------------
+
+    def cells(self) -> list[str]:
+        """The grid: what each cell is, and how its training ended."""
+        perplexity = {row["cell"]: row["perplexity"] for row in self._trained(self.study.length, swept=True) if row["set"] == self.study.parameters.headline}
+        head = [("model", "left"), ("parameters", ""), ("tokens", ""), ("training FLOPs", "")]
+        head += [("CG steps", "")] if any(row["steps"] is not None for row in self.tables["models"]) else []
+        head += [("final loss", "")] + ([(f"{self.study.parameters.headline} perplexity", "")] if perplexity else [])
+        groups = []
+        for (scale, budget, sweep), rows in _grouped(self.tables["models"], lambda row: (row["scale"], row["budget"], row["group"] == "sweep")):
+            losses, scores = [row["final_loss"] for row in rows], [perplexity.get(row["cell"]) for row in rows]
+            lines = []
+            for row, loss, score in zip(rows, _best_bold(losses, "{:.3f}".format), _best_bold(scores, style.perplexity), strict=True):
+                line = [self._model(row), style.count(row["parameters"]), style.count(row["tokens"]), style.count(row["flops"])]
+                line += [str(row["steps"]) if row["steps"] is not None else "–"] if ("CG steps", "") in head else []
+                lines.append((line + [loss] + ([score] if perplexity else []), row["group"] == "references"))
+            title = escape(style.place(scale, budget)) + (": training sweep over CG steps" if sweep else "")
+            groups.append((title, lines))
+        parts = [_h2("The cells"), _table(head, groups)]
+        if events := sum(row["events"] for row in self.tables["models"]):
+            parts.append(f'<p class="note">{_number(events, "step")} of training had a recorded event (a spike, a step skipped or rolled back); see <code>history</code>.</p>')
+        return parts
+
+    def perplexity(self) -> list[str]:
+        """A table a length, a column a set; the best of each scale and budget in bold."""
+        lengths = sorted({row["length"] for row in self.tables["perplexity"] if row["setting"] == self.study.TRAINED})
+        parts: list[str] = []
+        for length in lengths:
+            rows = self._trained(length)
+            sets = list(dict.fromkeys(row["set"] for row in rows))
+            means = self._means(rows) if len(sets) > 1 else {}
+            value = {(row["cell"], row["set"]): row["perplexity"] for row in rows}
+            groups = []
+            for (scale, budget), cells in _grouped([row for row in self.compared if any(r["cell"] == row["cell"] for r in rows)], lambda row: (row["scale"], row["budget"])):
+                columns = [_best_bold([value.get((cell["cell"], text)) for cell in cells], style.perplexity) for text in sets]
+                columns += [_best_bold([means.get(cell["cell"]) for cell in cells], style.perplexity)] if means else []
+                lines = [([self._model(cell), *line], cell["group"] == "references") for cell, line in zip(cells, zip(*columns, strict=True), strict=True)]
+                groups.append((escape(style.place(scale, budget)), lines))
+            trained = " (the training length)" if length == self.study.length and len(lengths) > 1 else ""
+            head = [("model", "left"), *((text, "") for text in sets), *([("mean", "mean")] if means else [])]
+            parts.append(_table(head, groups, caption=f"Length {style.binary(length)}{trained}"))
+        if not parts:
+            return []
+        mean = " The mean is over the sets beside it." if any("mean" in part for part in parts) else ""
+        best = "Lower is better; the best of each group is bold." if len(self.compared) > 1 else "Lower is better."
+        return [_h2("Perplexity by set and length"), f'<p class="note">exp of the mean loss over all tokens. {best}{mean}</p>', *parts]
+
+    def throughput(self) -> list[str]:
+        rows = [row for row in self.tables["throughput"] if row["tokens_per_second"] is not None]
+        if not rows:
+            return []
+        extra = any(row["mfu"] is not None for row in rows)
+        apart = any(row["mfu_without_cg"] is not None and row["mfu"] is not None and abs(row["mfu"] - row["mfu_without_cg"]) > 5e-5 for row in rows)
+        fastest = max(row["tokens_per_second"] for row in rows)
+        head = [("model", "left"), ("", "left"), ("tokens/s", "")] + ([("MFU", "")] if extra else []) + ([("without CG", "")] if apart else []) + [("training time", "")]
+        groups = []
+        for (scale, budget), those in _grouped(rows, lambda row: (row["scale"], row["budget"])):
+            lines = []
+            for row in those:
+                bar = f'<i style="width: calc({100 * row["tokens_per_second"] / fastest:.1f}% - 1.3rem)"></i>'
+                line = [self._model(self.cell[row["cell"]]), _Cell(bar, "bar"), f"{row['tokens_per_second']:,.0f}"]
+                line += [_percent(row["mfu"])] if extra else []
+                line += [_percent(row["mfu_without_cg"])] if apart else []
+                lines.append(([*line, style.duration(row["seconds"])], False))
+            groups.append((escape(style.place(scale, budget)), lines))
+        note = "Medians over steps, where each cell happened to run; the steps that CG took count in the MFU, those it did not take never do."
+        return [_h2("Throughput"), _table(head, groups), f'<p class="note">{note if extra else "Medians over steps, where each cell happened to run."}</p>']
+
+    def ledger(self) -> list[str]:
+        if self.study.parameters.paper is None:
+            return []
+        rows = [row for row in self.tables["ledger"] if row["status"] == "run"]
+        if not rows:
+            return [_h2("Beside the paper"), "<p>No cell here is one of the paper’s own (its models, scales and budgets, on its sets), so no figure is set beside it.</p>"]
+        parts = [_h2("Beside the paper"), '<p class="note">Ours, then ours minus the paper’s printed perplexity.</p>']
+        for length, those in _grouped(rows, lambda row: row["length"]):
+            sets = list(dict.fromkeys(row["set"] for row in those))
+            value = {(row["cell"], row["set"]): row for row in those}
+            cells = [cell for cell in self.compared if any(row["cell"] == cell["cell"] for row in those)]
+            groups = []
+            for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
+                lines = []
+                for cell in group:
+                    line: list[Any] = [self._model(cell)]
+                    for text in sets:
+                        row = value.get((cell["cell"], text))
+                        line += [style.perplexity(row["ours"]), _signed(row["difference"])] if row else ["–", ""]
+                    lines.append((line, False))
+                groups.append((escape(style.place(scale, budget)), lines))
+            head = [("model", "left"), *(item for text in sets for item in ((text, ""), ("− paper", "")))]
+            parts.append(_table(head, groups, caption=f"Length {style.binary(length)}"))
+        if missing := sum(row["status"] != "run" for row in self.tables["ledger"]):
+            parts.append(f'<p class="note">{_number(missing, "figure")} that the paper prints for these cells {"was" if missing == 1 else "were"} not run here; they are in <code>tables/ledger.parquet</code>.</p>')
+        return parts
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def loss(self) -> list[str]:
+        return self._section("Training loss", "loss")
+
+    def positions(self) -> list[str]:
+        return self._section("Loss by position", "positions")
+
+    def extrapolation(self) -> list[str]:
+        return self._section("Beyond the training length", "extrapolation")
+
+    def cg(self) -> list[str]:
+        return self._section("Conjugate gradient steps", "cg_") + self._cg_table()
+
+    def _cg_table(self) -> list[str]:
+        """Steps really taken and what they cost, over all sets at the training length."""
+        rows = [row for row in self.tables["cg_sweep"] if row["length"] == self.study.length]
+        parts = []
+        for kind, caption in (("inference", "inference settings, against the cell as trained"), ("training", "steps in training, against the grid’s cell")):
+            those = [row for row in rows if row["kind"] == kind]
+            sets = list(dict.fromkeys(row["set"] for row in those))
+            if not those:
+                continue
+            label = "setting" if kind == "inference" else "trained with"
+            head = [(label, "left"), ("steps taken", ""), *((text, "") for text in sets)]
+            groups = []
+            for reference, group in _grouped(those, lambda row: row["reference"]):
+                lines = []
+                for _, same in _grouped(group, lambda row: (row["cell"], row["setting"])):
+                    taken = [row["steps_taken"] for row in same if row["steps_taken"] is not None]
+                    difference = {row["set"]: row["difference"] for row in same}
+                    name = same[0]["setting"] if kind == "inference" else f"{same[0]['steps']} steps" if same[0]["steps"] is not None else same[0]["model"]
+                    mean = f"{math.fsum(taken) / len(taken):.1f}" if taken else "–"
+                    lines.append(([escape(name), mean, *(style.signed(difference.get(text), 4) for text in sets)], False))
+                groups.append((escape(reference), lines))
+            parts.append(_table(head, groups, caption=f"NLL difference (nats per token) of {caption}, at length {style.binary(self.study.length)}"))
+        return parts
+
+    def _section(self, title: str, prefix: str) -> list[str]:
+        found = {name: drawing for name, drawing in self.drawn.items() if name.startswith(prefix)}
+        parts = [_h2(title)] if found else []
+        places = {f"-{scale}-{budget}": style.place(scale, budget) for scale, budget in self.study.places}
+        for name, drawing in found.items():
+            parts += [f"<h3>{escape(text)}</h3>" for end, text in places.items() if name == f"{prefix}{end}"]
+            caption = escape(drawing.caption)
+            parts.append(f'<figure id="{escape(name)}"><div>{_inline(drawing.svg, name, caption)}</div><figcaption>{caption}</figcaption></figure>')
+        return parts
+
+    # --- how it was made ------------------------------------------------------------------------------------------
+
+    def made_from(self) -> list[str]:
+        spec = self.study.spec
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(spec.versions.items()))
+        numbers = self.study.parameters
+        said = f"Analysis <code>{spec.key[:SHOWN]}</code> (version of {escape(versions)}), from the cells below and nothing else. "
+        said += f"Loss curves and final losses are means over {numbers.smoothing:.0%} of a run; intervals are from {numbers.bootstrap} resamples of sequences, seed {numbers.seed}. "
+        said += "Every number here is in <code>tables/*.parquet</code> beside this page."
+        lines = [
+            ([f"<code>{escape(run.cell.cell)}</code>", *(_Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left") for kind in ("history", "evaluations"))], False)
+            for run in self.study.runs
+        ]
+        return [_h2("How it was made"), f"<p>{said}</p>", _table([("cell", "left"), ("training’s key", "left"), ("evaluation’s key", "left")], [("", lines)])]
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _trained(self, length: int | None, *, swept: bool = False) -> list[Row]:
+        """Perplexities at a length of the cells that are compared (swept: of all), solved as in training."""
+        cells = {row["cell"] for row in (self.tables["models"] if swept else self.compared)}
+        return [row for row in self.tables["perplexity"] if row["length"] == length and row["setting"] == self.study.TRAINED and row["cell"] in cells]
+
+    def _means(self, rows: list[Row]) -> dict[str, float | None]:
+        """cell -> plain mean of its perplexities over all sets of these rows; None where it lacks one."""
+        sets = {row["set"] for row in rows}
+        values = {cell: [row["perplexity"] for row in those] for cell, those in _grouped(rows, lambda row: row["cell"])}
+        return {cell: math.fsum(found) / len(found) if len(found) == len(sets) and None not in found else None for cell, found in values.items()}
+
+    def _model(self, row: Row) -> str:
+        label, colour = self.look.labels[row["model"]], self.look.colours[row["model"]]
+        return f'<span class="dot" style="background: {colour}"></span>{escape(label)}'
+
+
+class _Cell(str):
+    """A table cell's HTML with a class of its own."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> _Cell:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+
+def _table(head: Sequence[tuple[str, str]], groups: Iterable[tuple[str, list[tuple[list[str], bool]]]], *, caption: str = "") -> str:
+    """A table of groups (title, lines); a line is its cells and whether it is a reference, shown quietly. One untitled group has no title row."""
+    groups = list(groups)
+    titles = len(groups) > 1
+    top = "".join(f'<th class="{kind}">{escape(text)}</th>' if kind else f"<th>{escape(text)}</th>" for text, kind in head)
+    parts = [f"<caption>{escape(caption if titles or not groups or not groups[0][0] else _joined(caption, groups[0][0]))}</caption>" if caption else ""]
+    parts.append(f"<thead><tr>{top}</tr></thead>")
+    for title, lines in groups:
+        body = [f'<tr><th colspan="{len(head)}">{title}</th></tr>'] if titles else []
+        for cells, quiet in lines:
+            marked = [(cell, cell.kind if isinstance(cell, _Cell) else kind if kind in ("left", "mean") else "") for cell, (_, kind) in zip(cells, head, strict=True)]
+            row = "".join(f'<td class="{kind}">{cell}</td>' if kind else f"<td>{cell}</td>" for cell, kind in marked)
+            body.append(f'<tr class="quiet">{row}</tr>' if quiet else f"<tr>{row}</tr>")
+        parts.append(f"<tbody>{''.join(body)}</tbody>")
+    return f'<div class="wide"><table>{"".join(parts)}</table></div>'
+
+
+def _joined(caption: str, title: str) -> str:
+    return f"{caption}, {title}" if title else caption
+
+
+def _h2(title: str) -> str:
+    return f"<h2>{escape(title)}</h2>"
+
+
+def _number(value: int, what: str) -> str:
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    text = words[value] if value < len(words) else f"{value:,}"
+    return f"{text.capitalize() if what in ('model', 'step', 'figure') else text} {what}{'' if value == 1 else 's'}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _signed(value: float | None) -> str:
+    text = style.signed(value, 2)
+    return f'<span class="better">{text}</span>' if value is not None and value < -0.005 else text
+
+
+def _best_bold(values: list[float | None], show: Any) -> list[str]:
+    """Values as text, the least in bold where there is something to choose from. What reads the same as the best is as good."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    best = show(min(finite)) if len(finite) > 1 else None
+    texts = ["–" if value is None else show(value) for value in values]
+    return [f"<b>{text}</b>" if text == best else text for text in texts]
+
+
+def _grouped(rows: list[Row], key: Any) -> list[tuple[Any, list[Row]]]:
+    """(key, rows) in the keys' first order."""
+    order = {value: i for i, value in enumerate(dict.fromkeys(key(row) for row in rows))}
+    return [(value, list(those)) for value, those in groupby(sorted(rows, key=lambda row: order[key(row)]), key)]
+
+
+# --- figures in the page ----------------------------------------------------------------------------------------------
+
+
+def _inline(svg: str, name: str, caption: str) -> str:
+    """matplotlib's SVG as a part of an HTML page: no prologue, no outside names, ids of its own, fonts from the page."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
+    slug = re.sub(r"\W", "_", name)
+    svg = re.sub(r'\bid="', f'id="{slug}.', svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{slug}.', svg)
+    svg = svg.replace("url(#", f"url(#{slug}.")
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{caption}">', svg, count=1)
+    return re.sub(r"\n\s*", "\n", svg).strip()
+
+
+def _themed(body: str, variables: dict[str, str]) -> str:
+    """Colours as the page's variables, so that they follow light and dark."""
+    names = variables | {INK: "--ink", FAINT: "--faint", GRID: "--line"}
+    return re.sub("|".join(map(re.escape, names)), lambda found: f"var({names[found.group()]})", body)
+
+
+def _on_dark(colour: str) -> str:
+    """The same hue, light enough to read on a dark page."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    lifted = colorsys.hls_to_rgb(hue, max(lightness, 0.62), saturation * 0.85)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in lifted)

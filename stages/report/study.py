@@ -1,0 +1,121 @@
+"""A study's results as analyze is given them: exactly the cells of its spec, each input checked against its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from stages import artifact, schemas
+from stages.spec import Spec
+
+if TYPE_CHECKING:
+    from stages.analyze import Cell, Parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell's results. history: column -> values, a step each. perplexity: the rows of its evaluation."""
+
+    cell: Cell
+    history: dict[str, np.ndarray]
+    perplexity: list[dict[str, Any]]
+    folder: Path
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What two cells share that may be compared: scale and budget."""
+        return self.cell.scale, self.cell.budget
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The columns that say which cell a table's row belongs to."""
+        return {name: getattr(self.cell, name) for name in ("cell", "model", "scale", "budget")}
+
+    def has(self, text: str, length: int, setting: str) -> bool:
+        return any((row["set"], row["length"], row["setting"]) == (text, length, setting) for row in self.perplexity)
+
+    def nlls(self, text: str, length: int, setting: str = "") -> list[np.ndarray]:
+        """The losses of every sequence of a set, in the set's order: float32, NaN where not scored."""
+        table = schemas.read(self._unit(text, length, setting) / "nll.parquet", "nll").sort_by("sequence")
+        values, offsets = (lambda lists: (lists.flatten().to_numpy(), lists.offsets.to_numpy()))(table["nll"].combine_chunks())
+        return np.split(values, (offsets - offsets[0])[1:-1]) if table.num_rows else []
+
+    def positions(self, text: str, length: int, setting: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """(nll_sum [L], count [L]) of a set by position."""
+        table = schemas.read(self._unit(text, length, setting) / "positions.parquet", "positions").sort_by("position")
+        return table["nll_sum"].to_numpy(), table["count"].to_numpy()
+
+    def _unit(self, text: str, length: int, setting: str) -> Path:
+        return self.folder / (f"{text}-{length}-{setting}" if setting else f"{text}-{length}")
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs, in the spec's order."""
+
+    TRAINED: ClassVar[str] = ""  # the setting that is none: solved as in training
+
+    parameters: Parameters
+    spec: Spec
+    runs: list[Run]
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, parameters: Parameters, spec: Spec, inputs: dict[str, Path]) -> Study:
+        """Read histories and perplexities. ValueError where an input is missing, damaged, or of another key."""
+        runs, digests = [], {}
+        for cell in parameters.cells:
+            history, evaluation = f"history/{cell.cell}", f"evaluations/{cell.cell}"
+            for name in (history, evaluation):
+                if name not in spec.inputs or name not in inputs:
+                    raise ValueError(f"The spec lists cell {cell.cell!r} but not its input {name!r}; `strata run resolve` writes the spec anew.")
+            facts = schemas.metadata(inputs[history], "history")
+            if facts["strata.key"] != spec.inputs[history]:
+                found, wanted = facts["strata.key"][:12], spec.inputs[history][:12]
+                raise ValueError(f"{inputs[history]} was made under key {found}, wanted {wanted}: it belongs to other parameters. Train {cell.cell} again.")
+            digests[history] = facts["strata.digest"]
+            digests[evaluation] = artifact.read(inputs[evaluation], key=spec.inputs[evaluation])["digest"]
+            columns = schemas.read(inputs[history], "history")
+            runs.append(
+                Run(
+                    cell,
+                    {name: columns[name].to_numpy(zero_copy_only=False) for name in columns.column_names},
+                    schemas.read(inputs[evaluation] / "perplexity.parquet", "perplexity").to_pylist(),
+                    inputs[evaluation],
+                )
+            )
+        return cls(parameters, spec, runs, digests)
+
+    @property
+    def compared(self) -> list[Run]:
+        """The runs that are compared with each other: all but the sweep over CG steps in training."""
+        return [run for run in self.runs if run.cell.group != "sweep"]
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """(scale, budget) of the compared runs, in the spec's order."""
+        return list(dict.fromkeys(run.place for run in self.compared))
+
+    @property
+    def length(self) -> int | None:
+        """The length that the cells were trained at."""
+        return self.parameters.sequence_length or min((row["length"] for run in self.runs for row in run.perplexity), default=None)
+
+    def evaluated(self, runs: list[Run]) -> list[tuple[str, int]]:
+        """(set, length) that some run was evaluated on as trained, in the evaluations' order, short lengths first."""
+        found = dict.fromkeys((row["set"], row["length"]) for run in runs for row in run.perplexity if row["setting"] == self.TRAINED)
+        return sorted(found, key=lambda item: item[1])
+
+    def baseline(self, run: Run) -> Run | None:
+        """The baseline at a run's scale and budget; None for the baseline itself and where there is none."""
+        name = self.parameters.baseline
+        found = [other for other in self.compared if other.place == run.place and other.cell.model == name]
+        return found[0] if found and found[0] is not run and run.cell.group != "sweep" else None
+
+    def trained_with_all_steps(self, run: Run) -> Run | None:
+        """What a cell of the training sweep is compared with: the grid's cell of the same layer, scale and budget."""
+        found = [o for o in self.compared if o.place == run.place and o.cell.layer == run.cell.layer]
+        return found[0] if found else None

@@ -1,0 +1,260 @@
+"""The analysis' tables: plain rows over a study's results. NLL in nats per token; differences are ours less the other's, negative is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from stages import measures
+from stages.report import ledger
+from stages.report.study import Run, Study
+
+Row = dict[str, Any]
+
+NAMES = {"cell": pa.string(), "model": pa.string(), "scale": pa.string(), "budget": pa.string()}
+WHERE = {"set": pa.string(), "length": pa.int64()}
+
+
+def _table(rows: list[Row] | Iterator[Row], columns: dict[str, pa.DataType]) -> pa.Table:
+    rows = list(rows)
+    return pa.table({name: pa.array([row[name] for row in rows], kind, from_pandas=True) for name, kind in columns.items()})
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """To significant digits; None for what JSON has no number for."""
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the last `window` finite values up to each entry, of fewer at the start; NaN where there is none."""
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(last - window, 0)
+    with np.errstate(invalid="ignore"):
+        return (total[last] - total[first]) / (count[last] - count[first])
+
+
+def edges(length: int, per_octave: int) -> np.ndarray:
+    """Rising edges of position bins from 1 to length + 1: about `per_octave` bins per doubling, each at least one position wide."""
+    found = np.floor(2.0 ** (np.arange(1 + math.ceil(math.log2(length + 1)) * per_octave) / per_octave)).astype(np.int64)
+    return np.unique(np.append(found[found <= length], length + 1))
+
+
+def _window(study: Study, run: Run) -> int:
+    return max(1, round(study.parameters.smoothing * len(run.history["loss"])))
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def models(study: Study) -> pa.Table:
+    """A row a cell: what it is, what it cost, and its final loss (the mean over the end of the run). events: steps with one."""
+    return _table(
+        (
+            run.names
+            | {name: getattr(run.cell, name) for name in ("layer", "group", "parameters", "tokens", "flops", "steps")}
+            | {"final_loss": smoothed(run.history["loss"], _window(study, run))[-1] if len(run.history["loss"]) else None}
+            | {"events": sum(1 for event in run.history["event"] if event)}
+            for run in study.runs
+        ),
+        NAMES
+        | {"layer": pa.string(), "group": pa.string(), "parameters": pa.int64(), "tokens": pa.int64(), "flops": pa.float64(), "steps": pa.int64()}
+        | {"final_loss": pa.float64(), "events": pa.int64()},
+    )
+
+
+def curves(study: Study) -> pa.Table:
+    """Loss curves, smoothed and thinned. difference: to the baseline's loss on the same tokens, smoothed alike; null where there is none."""
+
+    def rows() -> Iterator[Row]:
+        for run in study.runs:
+            steps, tokens, loss = (run.history[name] for name in ("step", "tokens", "loss"))
+            if not len(steps):
+                continue
+            kept = np.unique(np.linspace(0, len(steps) - 1, min(study.parameters.points, len(steps))).round().astype(int))
+            baseline, difference = study.baseline(run), np.full(len(steps), np.nan)
+            if baseline is not None and np.array_equal(baseline.history["tokens"], tokens):
+                difference = smoothed(loss - baseline.history["loss"], _window(study, run))
+            smooth = smoothed(loss, _window(study, run))
+            for i in kept:
+                yield run.names | {"step": steps[i], "tokens": tokens[i], "loss": smooth[i], "difference": difference[i]}
+
+    return _table(rows(), NAMES | {"step": pa.int64(), "tokens": pa.int64(), "loss": pa.float64(), "difference": pa.float64()})
+
+
+def throughput(study: Study) -> pa.Table:
+    """The one table with timings. seconds: of all steps; the rates are medians over steps, so that compiling does not count."""
+
+    def median(values: np.ndarray) -> float:
+        finite = values[np.isfinite(values.astype(np.float64))]
+        return float(np.median(finite)) if len(finite) else math.nan
+
+    return _table(
+        (
+            run.names
+            | {"training_steps": len(run.history["step"]), "seconds": float(np.nansum(run.history["seconds"]))}
+            | {name: median(run.history[name]) for name in ("tokens_per_second", "mfu", "mfu_without_cg")}
+            for run in study.runs
+        ),
+        NAMES
+        | {"training_steps": pa.int64(), "seconds": pa.float64(), "tokens_per_second": pa.float64(), "mfu": pa.float64()}
+        | {"mfu_without_cg": pa.float64()},
+    )
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def perplexity(study: Study) -> pa.Table:
+    """A row per cell, set, length and setting ("" is as trained)."""
+    return _table(
+        (
+            run.names
+            | {name: row[name] for name in ("set", "length", "setting", "perplexity", "tokens")}
+            | {"nll": math.log(row["perplexity"]) if row["perplexity"] and row["perplexity"] > 0 else None}
+            for run in study.runs
+            for row in run.perplexity
+        ),
+        NAMES | WHERE | {"setting": pa.string(), "perplexity": pa.float64(), "nll": pa.float64(), "tokens": pa.int64()},
+    )
+
+
+def _difference(study: Study, ours: list[np.ndarray], theirs: list[np.ndarray], bins: np.ndarray) -> Iterator[Row]:
+    """Rows first, last, position, difference, low, high of the bins in which something is scored."""
+    found = measures.position_difference(ours, theirs, samples=study.parameters.bootstrap, seed=study.parameters.seed, bins=bins)
+    for i in np.flatnonzero(np.isfinite(found["difference"])):
+        yield {"first": bins[i], "last": bins[i + 1] - 1} | {name: values[i] for name, values in found.items()}
+
+
+DIFFERENCE = {"first": pa.int64(), "last": pa.int64()} | dict.fromkeys(("position", "difference", "low", "high"), pa.float64())
+
+
+def positions(study: Study) -> pa.Table:
+    """NLL by position less the baseline's (MesaNet Eq. 56), in log-spaced bins of positions first..last, with 95 % bootstrap intervals."""
+
+    def rows() -> Iterator[Row]:
+        for baseline in study.compared:
+            others = [run for run in study.compared if study.baseline(run) is baseline]
+            for text, length in study.evaluated([baseline]):
+                those = [run for run in others if run.has(text, length, study.TRAINED)]
+                theirs = baseline.nlls(text, length) if those else []
+                if not theirs:
+                    continue
+                bins = edges(max(map(len, theirs)), study.parameters.bins_per_octave)
+                for run in those:
+                    for row in _difference(study, run.nlls(text, length), theirs, bins):
+                        yield run.names | {"set": text, "length": length} | row
+
+    return _table(rows(), NAMES | WHERE | DIFFERENCE)
+
+
+def mean_so_far(study: Study) -> pa.Table:
+    """Mean NLL of every sequence's first k tokens (MesaNet Eq. 54), at log-spaced k. tokens: scored up to k."""
+
+    def rows() -> Iterator[Row]:
+        for run in study.runs:
+            for row in run.perplexity:
+                nll_sum, count = run.positions(row["set"], row["length"], row["setting"])
+                mean, tokens = measures.mean_so_far(nll_sum, count), np.cumsum(count)
+                for last in edges(len(mean), study.parameters.bins_per_octave)[1:] - 1 if len(mean) else ():
+                    if count[last - 1]:
+                        where = {name: row[name] for name in ("set", "length", "setting")}
+                        yield run.names | where | {"position": last, "nll": mean[last - 1], "tokens": tokens[last - 1]}
+
+    return _table(rows(), NAMES | WHERE | {"setting": pa.string(), "position": pa.int64(), "nll": pa.float64(), "tokens": pa.int64()})
+
+
+# --- conjugate gradient ---------------------------------------------------------------------------------------------
+
+
+def _cg_pairs(study: Study) -> Iterator[tuple[Row, list[np.ndarray], list[np.ndarray], Row]]:
+    """(columns, losses, losses compared with, the perplexity row) of every inference setting and every cell of the training sweep."""
+    for run in study.runs:
+        reference = study.trained_with_all_steps(run) if run.cell.group == "sweep" else None
+        for row in run.perplexity:
+            text, length, setting = row["set"], row["length"], row["setting"]
+            if setting and run.has(text, length, study.TRAINED):
+                kind, other = "inference", run
+            elif not setting and reference is not None and reference.has(text, length, study.TRAINED):
+                kind, other = "training", reference
+            else:
+                continue
+            names = {"kind": kind, **run.names, "reference": other.cell.cell, "set": text, "length": length, "setting": setting}
+            yield names | {"steps": run.cell.steps}, run.nlls(text, length, setting), other.nlls(text, length), row
+
+
+CG = {"kind": pa.string(), **NAMES, "reference": pa.string(), **WHERE, "setting": pa.string(), "steps": pa.int64()}
+
+
+def cg_sweep(study: Study) -> pa.Table:
+    """Total NLL less the reference's: of an inference setting less its own cell's as trained, of a cell of the training sweep less the full cell's.
+
+    steps: the cap in training. steps_taken: the mean over tokens, heads and layers in this evaluation. residual: likewise, relative.
+    """
+
+    def rows() -> Iterator[Row]:
+        for names, ours, theirs, row in _cg_pairs(study):
+            whole = np.array([1, max(map(len, theirs)) + 1]) if theirs else None
+            for difference in _difference(study, ours, theirs, whole) if theirs else ():
+                yield names | {name: row[name] for name in ("steps_taken", "residual")} | {"nll": math.log(row["perplexity"])} | difference
+
+    kinds = dict.fromkeys(("steps_taken", "residual", "nll", "difference", "low", "high"), pa.float64())
+    return _table(rows(), CG | kinds)
+
+
+def cg_positions(study: Study) -> pa.Table:
+    """The same differences by position. mean_so_far: the difference of the mean NLL of the first `last` tokens (MesaNet Fig. 5)."""
+
+    def rows() -> Iterator[Row]:
+        for names, ours, theirs, _ in _cg_pairs(study):
+            if not theirs:
+                continue
+            so_far = measures.mean_so_far(*measures.by_position(ours)) - measures.mean_so_far(*measures.by_position(theirs))
+            for row in _difference(study, ours, theirs, edges(max(map(len, theirs)), study.parameters.bins_per_octave)):
+                yield names | row | {"mean_so_far": so_far[row["last"] - 1]}
+
+    return _table(rows(), CG | DIFFERENCE | {"mean_so_far": pa.float64()})
+
+
+# --- beside the paper -----------------------------------------------------------------------------------------------
+
+
+def beside_the_paper(study: Study) -> pa.Table:
+    """The paper's printed perplexity of every cell that is one of its own, ours where it was evaluated, and ours less the paper's."""
+    kinds = {"paper": pa.float64(), "ours": pa.float64(), "difference": pa.float64(), "status": pa.string()}
+    return _table(ledger.rows(study), NAMES | WHERE | kinds)
+
+
+TABLES: dict[str, Callable[[Study], pa.Table]] = {
+    "models": models,
+    "curves": curves,
+    "perplexity": perplexity,
+    "positions": positions,
+    "mean_so_far": mean_so_far,
+    "cg_sweep": cg_sweep,
+    "cg_positions": cg_positions,
+    "throughput": throughput,
+    "ledger": beside_the_paper,
+}
+
+
+def plots(made: dict[str, pa.Table]) -> dict[str, list[Row]]:
+    """Tidy rows for `dvc plots`: one list a file, no timings, numbers to six digits."""
+    wanted = {
+        "loss": ("curves", ("cell", "tokens", "loss")),
+        "positions": ("positions", ("cell", "set", "length", "position", "difference", "low", "high")),
+        "perplexity": ("perplexity", ("cell", "model", "scale", "budget", "set", "length", "setting", "perplexity")),
+    }
+
+    def plain(value: Any) -> Any:
+        return rounded(value, 6) if isinstance(value, float) else value
+
+    return {
+        name: [{column: plain(row[column]) for column in columns} for row in made[table].to_pylist()] for name, (table, columns) in wanted.items()
+    }
