@@ -1,0 +1,35 @@
+# Two commands: `make nano` builds the environment and the nano study, to its report; `make test` runs the tests.
+PYTHON ?= python3
+BIN := .venv/bin
+# A CPU or CUDA build of torch as the machine has it; with a folder of wheels at hand, what lies there.
+TORCH ?= $(if $(PIP_FIND_LINKS),,--torch-backend=auto)
+export DVC_NO_ANALYTICS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: nano test slow lint environment clean
+
+nano: environment
+	$(BIN)/strata check nano
+	$(BIN)/dvc repro pipelines/nano/dvc.yaml
+	@echo "The report: pipelines/nano/analysis/report.html"
+
+test: environment
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+slow: environment
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+environment: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q uv
+	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode $(TORCH) --python $(BIN)/python -c constraints.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv
