@@ -55,7 +55,8 @@ def run(
     ray: Annotated[bool, typer.Option(envvar="STRATA_RAY", help="work in Ray; --no-ray works in this process")] = True,
 ) -> None:
     """Run one stage of the study in this folder, as dvc.yaml does: taken from the store if it is there."""
-    from pipelines import desk, workspace
+    from pipelines import run as running
+    from pipelines import workspace
     from pipelines.params import nearest
 
     if stage == "resolve":
@@ -70,10 +71,10 @@ def run(
     if cell is None and stage in ("tokenize", "train", "evaluate"):
         raise ValueError(f"Which {'source' if stage == 'tokenize' else 'cell'}? `strata run {stage} NAME`; specs/{stage}/ has one file each.")
     try:
-        desk.run(stage, cell or stage, ray=ray)
+        running.run(stage, cell or stage, ray=ray)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
-    except desk.Failed as failed:
+    except running.Failed as failed:
         stop(str(failed), MISTAKE if failed.mistake else FAILURE)
 
 
@@ -83,14 +84,14 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="the same for machines")] = False,
 ) -> None:
     """What a study takes, cell by cell, and what will run and why; nothing is run."""
-    from pipelines import desk
+    from pipelines import run as running
     from pipelines import plan as planning
     from pipelines.params import load
     from pipelines.resolve import context
 
     folder = study_folder(study)
     params = load(folder)
-    made = planning.plan(params, desk.store_of(context(params), folder), folder)
+    made = planning.plan(params, running.store_of(context(params), folder), folder)
     if as_json:
         print(json.dumps(made.to_json(), indent=1))
     else:

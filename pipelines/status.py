@@ -1,0 +1,65 @@
+"""`strata status` and `strata stop`: what runs now, how far it is, and what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipelines.cells import Specs, specs, version_table
+from pipelines.run import store_of
+from pipelines.params import load, nearest
+from pipelines.plan import hours
+from pipelines.resolve import context, roles
+from pipelines.states import last_progress, states
+from pipelines.store import Store
+
+
+def _open(folder: Path) -> tuple[Specs, Store, dict[str, str]]:
+    params = load(folder)
+    return specs(params, version_table()), store_of(context(params), folder), roles(params)
+
+
+def last_outcome(store: Store, key: str) -> dict[str, Any]:
+    """How the newest attempt at a key ended; {} while it runs or where there was none."""
+    for attempt in store.attempts(key)[:1]:
+        try:
+            return dict(json.loads((attempt / "outcome.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+    return {}
+
+
+def show(folder: Path) -> None:
+    """A line a stage and cell on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    study, store, source_roles = _open(folder)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("stage", "left"), ("cell", "left"), ("state", "left"), ("progress", "right"), ("tokens/s", "right"), ("loss", "right"), ("left", "right"), ("", "left")):
+        table.add_column(name, justify=justify, no_wrap=bool(name))  # type: ignore[arg-type]
+    for (stage, cell), state in states(study, source_roles, store, folder).items():
+        attempts = store.attempts(study[stage, cell].key)
+        line = last_progress(attempts[0]) if attempts and state.state != "done" else {}
+        outcome = last_outcome(store, study[stage, cell].key)
+        failed = state.state == "to run" and outcome.get("status") == "failed"
+        left = line.get("seconds_left")
+        table.add_row(
+            stage, cell, "[red]failed[/]" if failed else state.state, f"{line['step']}/{line['of']}" if "of" in line else "",
+            f"{line['tokens_per_second']:,.0f}" if line.get("tokens_per_second") else "", f"{line['loss']:.3f}" if line.get("loss") else "",
+            f"{hours(left / 3600)} h" if left and state.state == "running" else "", (outcome.get("error") or "").strip().splitlines()[-1] if failed else "",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def stop(folder: Path, cell: str) -> str:
+    """Ask the running stage of a cell to save its work and stop."""
+    study, store, _ = _open(folder)
+    if cell not in {name for _, name in study}:
+        raise ValueError(f"{cell!r} is no cell of this study; {nearest(cell, [name for _, name in study])}")
+    for (stage, name), spec in study.items():
+        if name == cell and (attempt := store.alive(spec.key)):
+            (attempt / "stop").touch()
+            return f"{stage} of {cell} is asked to stop; it saves a checkpoint first."
+    return f"{cell} is not running."
