@@ -8,14 +8,22 @@ Shapes: B batch, T time, D width, M MLP width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
+from types import ModuleType
+from typing import Any
 
-from models.layers.layer import TRAINING, Layer, product
-from models.parameters import Parameter, Table, count, fan_in_transposed, ones, prefixed, residual
+from kernels import arrays
+from models.layers.layer import TRAINING, Array, Layer, State, linear, product
+from models.parameters import Parameter, Table, count, fan_in_transposed, initialise, ones, prefixed, residual
 
 BACKENDS = ("torch", "jax")
 SOFT_CAP = 30.0
+NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -71,3 +79,115 @@ class Model:
     def state_floats(self, length: int) -> int:
         """Scalars kept a sequence after `length` tokens of decoding, without convolution caches."""
         return sum(layer.state_floats(length) for layer in self.layers)
+
+    # What needs a framework
+    @cached_property
+    def ops(self) -> ModuleType:
+        """The backend's array operations."""
+        return arrays.load(self.backend)
+
+    @cached_property
+    def _names(self) -> list[dict[str, str]]:
+        """For each block, its parameters' own names and their names in the table."""
+        return [_behind(f"blocks.{index}.", {name: name for name in self.table}) for index in range(len(self.layers))]
+
+    def init(self, seed: int) -> dict[str, Array]:
+        """Initial parameters as the backend's float32 arrays; the values depend on the seed and on their names alone."""
+        values = initialise(self.table, seed=seed, blocks=len(self.layers))
+        return importlib.import_module(f"models.backends.{self.backend}").to_arrays(values)
+
+    def block(
+        self, layer: Layer, p: Mapping[str, Array], x_BTD: Array, state: State | None, segments: Array | None
+    ) -> tuple[Array, State, dict[str, Array]]:
+        """One block: the stream after it, its layer's state, and its layer's scalars."""
+        ops, record = self.ops, {}
+        mixer = _behind("mixer.", p)
+        y_BTD, state = layer.forward(mixer, ops.rms_norm(x_BTD, p["mixer_norm"], eps=NORM_EPSILON), state, segments, ops=ops, record=record)
+        x_BTD = x_BTD + y_BTD
+        z_BTD = ops.rms_norm(x_BTD, p["mlp_norm"], eps=NORM_EPSILON)
+        hidden_BTM = ops.silu(linear(z_BTD, p["mlp.gate"], ops=ops)) * linear(z_BTD, p["mlp.up"], ops=ops)
+        return x_BTD + linear(hidden_BTM, p["mlp.down"], ops=ops), state, record
+
+    def stream(
+        self, params: Mapping[str, Array], tokens_BT: Array, states: list[State] | None = None, segments: Array | None = None, *,
+        dtype: Any = None, transform: Callable[[Callable, Layer], Callable] | None = None,
+    ) -> tuple[Array, list[State], dict[str, Array]]:  # fmt: skip
+        """Everything but the head: the normalised stream [B, T, D], each block's state, and the layers' scalars, averaged over blocks.
+
+        params: by the names of `table`, float32. dtype: of the activations (None: the parameters'). states: of `initial_state` or of an
+        earlier call; None starts fresh. transform: (block, layer) -> block, applied to each block's function (compilation, recomputation).
+        """
+        ops = self.ops
+        embedding_VD = params["embedding"]
+        tokens_BT = ops.array(tokens_BT, ops.int32, embedding_VD)
+        if segments is not None:
+            segments = ops.array(segments, ops.int32, embedding_VD)
+        x_BTD = ops.cast(ops.take(embedding_VD, tokens_BT) * math.sqrt(self.width), dtype or embedding_VD.dtype)
+        after, scalars = [], {}
+        for index, (layer, names) in enumerate(zip(self.layers, self._names, strict=True)):
+            block = transform(self.block, layer) if transform else self.block
+            p = {local: params[name] for local, name in names.items()}
+            x_BTD, state, record = block(layer, p, x_BTD, states[index] if states else None, segments)
+            after.append(state)
+            for name, value in record.items():
+                scalars.setdefault(name, []).append(value)
+        means = {name: ops.mean(ops.stack(values), 0) for name, values in scalars.items()}
+        return ops.rms_norm(x_BTD, params["final_norm"], eps=NORM_EPSILON), after, means
+
+    def logits(self, params: Mapping[str, Array], x: Array) -> Array:
+        """The head: normalised stream [..., D] to soft-capped float32 logits [..., V]."""
+        ops = self.ops
+        weight_VD = ops.cast(params["embedding"], x.dtype)
+        wide = ops.float64 if x.dtype == ops.float64 else ops.float32
+        logits = ops.einsum("...d,vd->...v", x, weight_VD, accumulate=wide)
+        return ops.tanh(logits * (1 / SOFT_CAP)) * SOFT_CAP
+
+    def forward(self, params: Mapping[str, Array], tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+        """Logits [B, T, V], float32, soft-capped, of the token after each.
+
+        tokens_BT: integers. segments_BT: int32 ids of each token's piece, where pieces must not see each other (-1: padding).
+        Raises NotImplementedError where a layer has no forward pass yet.
+        """
+        return self.logits(params, self.stream(params, tokens_BT, segments=segments_BT)[0])
+
+    def initial_state(self, batch: int, params: Mapping[str, Array] | None = None) -> list[State | None]:
+        """Each block's state before the first token of `batch` sequences.
+
+        Without params, None for every block, which starts afresh; with them, arrays of the shapes that later states have, beside them.
+        """
+        if params is None:
+            return [None] * len(self.layers)
+        return [
+            layer.initial_state(_behind(f"blocks.{index}.mixer.", params), batch, ops=self.ops) for index, layer in enumerate(self.layers)
+        ]
+
+    def prefill(
+        self, params: Mapping[str, Array], tokens_BT: Array, states: list[State] | None = None, segments_BT: Array | None = None
+    ) -> tuple[Array, list[State]]:
+        """Logits [B, T, V] as `forward`, and the states to go on from; states: where the sequences stand (None: at their start)."""
+        x_BTD, states, _ = self.stream(params, tokens_BT, states, segments_BT)
+        return self.logits(params, x_BTD), states
+
+    def step(self, params: Mapping[str, Array], token_B: Array, states: list[State]) -> tuple[Array, list[State]]:
+        """One token of each sequence: logits [B, V] of the next, and the next states."""
+        logits_B1V, states = self.prefill(params, self.ops.array(token_B, self.ops.int32, params["embedding"])[:, None], states)
+        return logits_B1V[:, 0], states
+
+    def with_setting(self, setting: Mapping[str, Any] | None) -> Model:
+        """The same model with its solver set otherwise, for inference: {"steps": 5}, {"eps": 1e-3}, {"solve": False}.
+
+        Raises ValueError where no layer has such an option, naming the nearest.
+        """
+        options = dict(setting or {})
+        solvers = [set(options) <= set(layer.options()) for layer in self.layers]
+        if options and not any(solvers):
+            known = sorted({option for layer in self.layers for option in layer.options()})
+            nearest = {name: get_close_matches(name, known, 1, 0) for name in options}
+            raise ValueError(f"No layer of this model has the options {sorted(options)}; nearest: {nearest}.")
+        layers = tuple(replace(layer, **options) if solver else layer for layer, solver in zip(self.layers, solvers, strict=True))
+        return replace(self, layers=layers)
+
+
+def _behind(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose names start with the prefix, named without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -6,7 +6,11 @@ Shapes: see matrix.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
+from kernels.linear_attention import linear_attention
+from models.layers.layer import Array
 from models.layers.matrix import MatrixLayer
 
 
@@ -15,3 +19,11 @@ class GLA(MatrixLayer):
     """Linear attention with a forget and a write gate, one scalar each a head."""
 
     name = "gla"
+
+    def recur(
+        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
+        *, ops: ModuleType, record: dict[str, Array] | None,
+    ) -> tuple[Array, Any]:  # fmt: skip
+        """Linear attention; see MatrixLayer.recur."""
+        log_decay, beta = ops.log_sigmoid(gates["forget"]), ops.sigmoid(gates["write"])
+        return linear_attention(q_BTHK, k_BTHK, v_BTHK, log_decay, beta, state=memory, segments=segments)

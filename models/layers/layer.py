@@ -66,9 +66,13 @@ class Layer:
         y_B1D, state = self.forward(p, x_BD[:, None], state, ops=ops)
         return y_B1D[:, 0], state
 
-    def initial_state(self, batch: int, *, ops: ModuleType, like: Array) -> State:
-        """The state of `batch` sequences before their first token, on the device of the array `like`."""
-        raise NotImplementedError
+    def initial_state(self, p: dict[str, Array], batch: int, *, ops: ModuleType) -> State:
+        """The state of `batch` sequences before their first token: what padding leaves of no state at all."""
+        like = next(iter(p.values()))
+        _, state = self.forward(
+            p, ops.zeros((batch, 1, self.width), ops.float32, like), segments=ops.full((batch, 1), -1, ops.int32, like), ops=ops
+        )
+        return state
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """Floating-point operations a token, averaged over a sequence of `length`; a multiply-add is two, element-wise work is not counted.
@@ -80,6 +84,23 @@ class Layer:
     def state_floats(self, length: int) -> int:
         """Scalars kept a sequence after `length` tokens of decoding, without convolution caches."""
         raise NotImplementedError
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None, *, ops: ModuleType) -> Array:
+    """x weight + bias in x's dtype; weights are kept in float32 and rounded here."""
+    y = ops.matmul(x, ops.cast(weight, x.dtype))
+    return y if bias is None else y + ops.cast(bias, x.dtype)
+
+
+def precise(x: Array, *, ops: ModuleType) -> Array:
+    """x in float32; float64 stays as it is."""
+    return x if x.dtype == ops.float64 else ops.cast(x, ops.float32)
+
+
+def gate(x: Array, weight: Array, bias: Array, *, ops: ModuleType) -> Array:
+    """A gate before its activation: x weight + bias, in float32 whatever the activations' dtype."""
+    x = precise(x, ops=ops)
+    return ops.matmul(x, ops.cast(weight, x.dtype)) + ops.cast(bias, x.dtype)
 
 
 TRAINING = 3

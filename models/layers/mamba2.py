@@ -6,8 +6,11 @@ Shapes: see matrix.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
+from kernels.linear_attention import linear_attention
+from models.layers.layer import Array
 from models.layers.matrix import MatrixLayer
 
 
@@ -17,3 +20,10 @@ class Mamba2(MatrixLayer):
 
     name = "mamba2"
     gates: ClassVar[tuple[str, ...]] = ("forget",)
+
+    def recur(
+        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
+        *, ops: ModuleType, record: dict[str, Array] | None,
+    ) -> tuple[Array, Any]:  # fmt: skip
+        """Linear attention without a write gate; see MatrixLayer.recur."""
+        return linear_attention(q_BTHK, k_BTHK, v_BTHK, ops.log_sigmoid(gates["forget"]), state=memory, segments=segments)

@@ -10,9 +10,10 @@ Shapes: B batch, T time, D width, H heads, K key and value size, C = H K.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
-from models.layers.layer import TRAINING, Layer, product
+from models.layers.layer import TRAINING, Array, Layer, State, gate, linear, product
 from models.parameters import Parameter, Table, ones, residual, zeros
 
 CHUNK = 64
@@ -52,6 +53,45 @@ class MatrixLayer(Layer):
             "norm": Parameter((heads, self.key_size), ones, decay=False, axes=("heads", "key")),
             "out": Parameter((inner, self.width), residual, axes=("inner", "width")),
         }
+
+    def forward(
+        self, p: dict[str, Array], x_BTD: Array, state: State | None = None, segments: Array | None = None, *, ops: ModuleType,
+        record: dict[str, Array] | None = None,
+    ) -> tuple[Array, State]:  # fmt: skip
+        """See Layer.forward. State: the recurrence's ("memory") and each convolution's ("q_conv", "k_conv")."""
+        B, T, _ = x_BTD.shape
+        before, after = state or {}, {}
+
+        def heads(name: str) -> Array:
+            """One projection, convolved where it is, as [B, T, H, K]."""
+            x_BTC = linear(x_BTD, p[name], ops=ops)
+            if name in self.convolved:
+                cache = f"{name}_conv"
+                x_BTC, after[cache] = ops.short_convolution(x_BTC, p[cache], state=before.get(cache), segments=segments)
+                x_BTC = ops.silu(x_BTC)
+            return x_BTC.reshape(B, T, self.heads, self.key_size)
+
+        q, k, v = self.prepare(heads("q"), heads("k"), heads("v"), ops=ops)
+        gates = {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}
+        o_BTHK, after["memory"] = self.recur(p, q, k, v, gates, before.get("memory"), segments, ops=ops, record=record)
+        o_BTHK = ops.rms_norm(o_BTHK, p["norm"], eps=NORM_EPSILON)
+        return linear(o_BTHK.reshape(B, T, self.inner), p["out"], ops=ops), after
+
+    def prepare(self, q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, *, ops: ModuleType) -> tuple[Array, Array, Array]:
+        """Queries and keys to unit length."""
+        return ops.l2_normalise(q_BTHK), ops.l2_normalise(k_BTHK), v_BTHK
+
+    def recur(
+        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
+        *, ops: ModuleType, record: dict[str, Array] | None,
+    ) -> tuple[Array, Any]:  # fmt: skip
+        """The recurrence: read-outs o [B, T, H, K] and its state. gates: [B, T, H] by name, before their sigmoid, float32."""
+        raise NotImplementedError(f"Layer {self.name!r} has no forward pass yet: its parameters and costs can be planned, but not trained.")
+
+    @property
+    def trainable(self) -> str | None:
+        """None where the recurrence is there."""
+        return "no forward pass yet" if type(self).recur is MatrixLayer.recur else None
 
     def around_flops(self) -> int:
         """Projections, convolutions and gates, forward, a token."""

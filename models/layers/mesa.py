@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
-from models.layers.layer import TRAINING, product
+from kernels.mesa import mesa
+from models.layers.layer import TRAINING, Array, precise, product
 from models.layers.matrix import MatrixLayer, readout_flops
 from models.parameters import Parameter, Table, constant
 
@@ -24,15 +26,16 @@ SOLVES_IN_TRAINING = 2
 class Mesa(MatrixLayer):
     """Gated linear attention whose query passes through (H + Lambda)^-1 by conjugate gradients.
 
-    steps: the solver's cap. eps: a token is done once its residual is that much below what `criterion` names: "min", the smaller
-    of the first residual and the right-hand side; "r0", the first residual (the paper's inference study).
+    steps: the solver's cap. eps: a token is done once its residual is that much below what `criterion` names: "b", both its
+    first residual and its query; "r0", its first residual alone (the paper's inference study). start: "jacobi", q / diag(H + Lambda), or "zero".
     solve: False reads out with the query itself, as GLA does. lambda_minimum, lambda_initial: Lambda's bound, and where it begins.
     forget_bound: gamma's upper bound at beta = 1; 1 leaves gamma as it is.
     """
 
     steps: int = 30
     eps: float = 1e-4
-    criterion: Literal["min", "r0"] = "min"
+    criterion: Literal["b", "r0"] = "b"
+    start: Literal["jacobi", "zero"] = "jacobi"
     solve: bool = True
     lambda_minimum: float = 0.25
     lambda_initial: float = 1.0
@@ -44,8 +47,10 @@ class Mesa(MatrixLayer):
         super().__post_init__()
         if self.steps < 0 or self.eps < 0:
             raise ValueError(f"mesa: steps is {self.steps} and eps {self.eps}; neither may be negative.")
-        if self.criterion not in ("min", "r0"):
-            raise ValueError(f"mesa: criterion is {self.criterion!r}; it is 'min' or 'r0'.")
+        if self.criterion not in ("b", "r0"):
+            raise ValueError(f"mesa: criterion is {self.criterion!r}; it is 'b' or 'r0'.")
+        if self.start not in ("jacobi", "zero"):
+            raise ValueError(f"mesa: start is {self.start!r}; it is 'jacobi' or 'zero'.")
         if not 0 <= self.lambda_minimum < self.lambda_initial:
             raise ValueError(
                 f"mesa: lambda_initial {self.lambda_initial} must lie above lambda_minimum {self.lambda_minimum}, and that at 0 or more."
@@ -60,6 +65,23 @@ class Mesa(MatrixLayer):
             **super().parameters(),
             "lambda": Parameter((self.heads, self.key_size), constant(start), decay=False, axes=("heads", "key")),
         }
+
+    def recur(
+        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
+        *, ops: ModuleType, record: dict[str, Array] | None,
+    ) -> tuple[Array, Any]:  # fmt: skip
+        """The solve and the read-out; see MatrixLayer.recur. Records cg_steps, cg_residual (the true one) and gamma, means over tokens and heads."""
+        beta = ops.sigmoid(gates["write"])
+        log_decay = ops.log_sigmoid(gates["forget"]) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
+        lam_HK = self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
+        o_BTHK, memory, info = mesa(
+            q_BTHK, k_BTHK, v_BTHK, log_decay, beta, lam_HK, steps=self.steps, eps=self.eps, criterion=self.criterion, solve=self.solve,
+            start=self.start, state=memory, segments=segments,
+        )  # fmt: skip
+        if record is not None:
+            facts = {"cg_steps": info["steps"], "cg_residual": info["residual"], "gamma": ops.exp(ops.stop_gradient(log_decay))}
+            record |= {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
+        return o_BTHK, memory
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward.

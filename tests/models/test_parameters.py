@@ -128,7 +128,7 @@ def test_tables_need_no_framework():
         ({"layer": "mesa", "steps": "many"}, {}, "default, 30"),
         ({"layer": "mesa", "steps": -1}, {}, "negative"),
         ({"layer": "mesa", "steps": True}, {}, "default, 30"),
-        ({"layer": "mesa", "criterion": "r1"}, {}, "'min' or 'r0'"),
+        ({"layer": "mesa", "criterion": "r1"}, {}, "'b' or 'r0'"),
         ({"layer": "attention", "window": 0}, {}, "window is 0"),
         ({"pattern": []}, {}, "pattern"),
         ({"layers": "mesa"}, {}, "names its `layer`"),

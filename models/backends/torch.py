@@ -1,0 +1,218 @@
+"""Torch: trains a model by AdamW on one device, and scores sequences.
+
+Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.backbone import SOFT_CAP, Model
+from models.layers.layer import Layer
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHUNK = {"cpu": 1 << 19, "cuda": 1 << 28}
+"""Logits held at once by the loss: a processor's cache, a card's spare memory."""
+
+
+def to_arrays(values: Mapping[str, np.ndarray], device: str = "cpu") -> dict[str, torch.Tensor]:
+    """numpy arrays as tensors on a device."""
+    return {name: torch.from_numpy(np.array(value)).to(device) for name, value in values.items()}
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, summed and returned in float32."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+class HeadLoss(torch.autograd.Function):
+    """Soft-capped logits and their cross-entropy, a few rows at a time: no more logits are held than a chunk.
+
+    x_ND: normalised stream. embedding_VD: float32. target_N: int64. weight_N: float32.
+    Gives (sum over n of weight_n nll_n, nll_N), float32; nll carries no gradient. The gradient is computed with the loss.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        differentiate = ctx.needs_input_grad[0]
+        matrix_VD = embedding_VD.to(x_ND.dtype)
+        nll_N = torch.empty(len(x_ND), device=x_ND.device)
+        dx_ND = torch.empty_like(x_ND) if differentiate else None
+        dembedding_VD = torch.zeros_like(embedding_VD) if differentiate else None
+        rows = max(1, CHUNK[x_ND.device.type] // len(matrix_VD))
+        for start in range(0, len(x_ND), rows):
+            chunk = slice(start, start + rows)
+            x, target, weight = x_ND[chunk], target_N[chunk, None], weight_N[chunk, None]
+            t = _product(x, matrix_VD.T).mul_(1 / SOFT_CAP).tanh_()  # logits = SOFT_CAP t: at most 30, so exp needs no maximum
+            p = (t * SOFT_CAP).exp_()
+            total = p.sum(-1, keepdim=True)
+            nll_N[chunk] = (total.log() - SOFT_CAP * t.gather(-1, target))[:, 0]
+            if differentiate:
+                dlogits = p.mul_(weight / total).scatter_add_(-1, target, -weight)
+                dlogits.addcmul_(dlogits, t.mul_(t), value=-1)  # d tanh = 1 - t^2
+                dlogits = dlogits.to(x.dtype)
+                dx_ND[chunk] = dlogits @ matrix_VD
+                dembedding_VD += _product(dlogits.T, x)
+        ctx.save_for_backward(dx_ND, dembedding_VD)
+        ctx.mark_non_differentiable(nll_N)
+        return (nll_N * weight_N).sum(), nll_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        dx_ND, dembedding_VD = ctx.saved_tensors
+        return dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None
+
+
+class Trainer:
+    """Parameters and AdamW's moments of one model on one device.
+
+    optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}. precision: of activations, "float32" or "bfloat16".
+    deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
+    Raises ValueError for a model without a forward pass and for an unknown precision.
+    """
+
+    def __init__(
+        self, model: Model, *, optimizer: Mapping[str, float], seed: int, device: str = "cpu", precision: str = "float32",
+        deterministic: bool = False, threads: int | None = None, compile: bool = False,
+    ) -> None:  # fmt: skip
+        if model.trainable:
+            raise ValueError(f"This model cannot be trained: {model.trainable}. Choose other layers, or only plan it.")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; it is one of {', '.join(PRECISIONS)}.")
+        if threads:
+            torch.set_num_threads(threads)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(deterministic)
+        self.model, self.device, self.dtype = model, torch.device(device), PRECISIONS[precision]
+        self.clip = optimizer["clip"]
+        self.params = {name: value.to(self.device).requires_grad_() for name, value in model.init(seed).items()}
+        decayed = [self.params[name] for name, parameter in model.table.items() if parameter.decay]
+        others = [self.params[name] for name, parameter in model.table.items() if not parameter.decay]
+        groups = [{"params": decayed, "weight_decay": optimizer["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+        betas = (optimizer["beta1"], optimizer["beta2"])
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optimizer["epsilon"], fused=True)
+        for value in self.params.values():
+            self.optimizer.state[value] = {
+                "step": torch.zeros((), device=self.device), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)
+            }  # fmt: skip
+        self._compiled: dict[Layer, Callable] | None = {} if compile and self.device.type != "cpu" else None
+
+    def _transform(self, block: Callable, layer: Layer) -> Callable:
+        """The block of a kind of layer, compiled once however many blocks are of that kind."""
+        if self._compiled is None:
+            return block
+        if layer not in self._compiled:
+            self._compiled[layer] = torch.compile(block)
+        return self._compiled[layer]
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values)).to(self.device, dtype, non_blocking=True)
+
+    def _loss(
+        self, model: Model, tokens_BT1: torch.Tensor, segments_BT: torch.Tensor | None, weight_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """(weighted sum of the negative log likelihoods, each of them [B, T], the layers' scalars)."""
+        x_BTD, _, record = model.stream(self.params, tokens_BT1[:, :-1], segments=segments_BT, dtype=self.dtype, transform=self._transform)
+        target_N = tokens_BT1[:, 1:].reshape(-1).long()
+        total, nll_N = HeadLoss.apply(x_BTD.reshape(len(target_N), -1), self.params["embedding"], target_N, weight_BT.reshape(-1))
+        return total, nll_N.reshape(weight_BT.shape), record
+
+    def step(
+        self, tokens_BT1: np.ndarray, *, learning_rate: float, segments: np.ndarray | None = None, targets_mask: np.ndarray | None = None,
+        micro_batch: int | None = None, skip_nonfinite: bool = False,
+    ) -> dict[str, float]:  # fmt: skip
+        """One AdamW step on the mean loss over the unmasked targets, the gradient's global norm clipped.
+
+        tokens_BT1: integers [B, T + 1]. segments: int32 [B, T] of the inputs. targets_mask: bool [B, T], false where a target carries no loss.
+        micro_batch: rows at a time; the loss is the same. skip_nonfinite: leave everything as it was where loss or gradient is not finite.
+        Returns loss, grad_norm (before clipping), finite (1 or 0) and the layers' scalars. The device is read once, at the end.
+        """
+        rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
+        tokens = self._tensor(tokens_BT1, torch.int32)
+        segments_BT = None if segments is None else self._tensor(segments, torch.int32)
+        mask = torch.ones(rows, length, device=self.device) if targets_mask is None else self._tensor(targets_mask, torch.float32)
+        weight_BT = mask / mask.sum().clamp(min=1)
+
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, scalars = torch.zeros((), device=self.device), {}
+        for start in range(0, rows, micro_batch or rows):
+            part = slice(start, start + (micro_batch or rows))
+            part_loss, _, record = self._loss(self.model, tokens[part], None if segments_BT is None else segments_BT[part], weight_BT[part])
+            part_loss.backward()
+            loss += part_loss.detach()
+            for name, value in record.items():
+                scalars[name] = scalars.get(name, 0) + value.detach() * (len(tokens[part]) / rows)
+
+        gradients = [value.grad for value in self.params.values()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self.optimizer.grad_scale = norm.clamp(min=self.clip) / self.clip  # the fused step divides gradients by it
+        self.optimizer.found_inf = (~finite).float() if skip_nonfinite else torch.zeros((), device=self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+        names = ["loss", "grad_norm", "finite", *scalars]
+        values = torch.stack([loss, norm, finite.float(), *(value.float() for value in scalars.values())])
+        return dict(zip(names, values.tolist(), strict=True))
+
+    @torch.no_grad()
+    def nll(
+        self, tokens_BT1: np.ndarray, *, segments: np.ndarray | None = None, setting: Mapping[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """Negative log likelihood of each target, float32 [B, T] in nats, and the layers' scalars.
+
+        setting: the solver's, for inference: {"steps": 5}, {"eps": 1e-3}, {"solve": False}; None: as trained.
+        """
+        tokens = self._tensor(tokens_BT1, torch.int32)
+        segments_BT = None if segments is None else self._tensor(segments, torch.int32)
+        weight_BT = torch.ones(tokens.shape[0], tokens.shape[1] - 1, device=self.device)
+        _, nll_BT, record = self._loss(self.model.with_setting(setting), tokens, segments_BT, weight_BT)
+        return nll_BT.cpu().numpy(), {name: float(value) for name, value in record.items()}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The parameters, float32, by the names of the model's table."""
+        return {name: _copy(value) for name, value in self.params.items()}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All that an exact resume needs: "parameters/NAME", "mean/NAME" and "square/NAME" (AdamW's moments), "step"."""
+        state = {f"parameters/{name}": _copy(value) for name, value in self.params.items()}
+        for name, value in self.params.items():
+            moments = self.optimizer.state[value]
+            state[f"mean/{name}"], state[f"square/{name}"] = _copy(moments["exp_avg"]), _copy(moments["exp_avg_sq"])
+        return {**state, "step": _copy(moments["step"])}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from `state_dict`. Raises ValueError naming the first array that is missing, unknown or of another shape."""
+        targets = {"step": None}
+        for name, value in self.params.items():
+            moments = self.optimizer.state[value]
+            targets |= {f"parameters/{name}": value, f"mean/{name}": moments["exp_avg"], f"square/{name}": moments["exp_avg_sq"]}
+        for name in sorted(targets.keys() ^ state.keys()):
+            side = "lacks" if name in targets else "has an unknown"
+            raise ValueError(f"This checkpoint {side} {name!r}: it belongs to another model. Remove it, or resume the model that made it.")
+        for name, target in targets.items():
+            if target is None:
+                continue
+            if tuple(target.shape) != state[name].shape:
+                raise ValueError(
+                    f"{name!r} has shape {state[name].shape} in this checkpoint, {tuple(target.shape)} in the model; they differ."
+                )
+            target.copy_(torch.from_numpy(np.array(state[name])))
+        for value in self.params.values():
+            self.optimizer.state[value]["step"].fill_(float(state["step"]))
+
+
+def _copy(value: torch.Tensor) -> np.ndarray:
+    return value.detach().to("cpu", copy=True).numpy()
