@@ -38,3 +38,35 @@ def marks(segments_BT: Array, last_B: Array) -> tuple[Array, Array, Array]:
     padding = segments_BT < 0
     previous = before[:, :-1]
     return ~padding & (previous >= 0) & (segments_BT != previous), padding, before[:, -1]
+
+
+def one(segment_B: Array | None, last_B: Array) -> tuple[Array, Array, Array]:
+    """`marks` for a single token: (reset_B, padding_B, last_B)."""
+    ops = arrays.of(last_B)
+    if segment_B is None:
+        never = last_B < -1
+        return never, never, unsegmented(last_B)
+    padding = segment_B < 0
+    return ~padding & (last_B >= 0) & (segment_B != last_B), padding, ops.where(padding, last_B, segment_B)
+
+
+def gates(
+    log_decay_BTH: Array, beta_BTH: Array | None, sign_BTH: Array | None, segments_BT: Array | None, last_B: Array, dtype: Any
+) -> tuple[Array, Array | None, Array | None, Array | None, Array]:
+    """Gates that say by themselves what `segments` says: (log_decay, beta, sign, padding_BT1 or None, last_B).
+
+    A reset is a log_decay of -inf; a padding token keeps the state (log_decay 0, sign 1) and writes nothing (beta 0).
+    """
+    ops = arrays.of(log_decay_BTH)
+    log_decay_BTH = ops.cast(log_decay_BTH, dtype)
+    beta_BTH = None if beta_BTH is None else ops.cast(beta_BTH, dtype)
+    sign_BTH = None if sign_BTH is None else ops.cast(sign_BTH, dtype)
+    if segments_BT is None:
+        return log_decay_BTH, beta_BTH, sign_BTH, None, unsegmented(last_B)
+    reset_BT, padding_BT, last_B = marks(segments_BT, last_B)
+    reset, padding = reset_BT[..., None], padding_BT[..., None]
+    log_decay_BTH = ops.where(reset, -float("inf"), ops.where(padding, 0.0, log_decay_BTH))
+    beta_BTH = ops.ones(log_decay_BTH.shape, dtype, log_decay_BTH) if beta_BTH is None else beta_BTH
+    beta_BTH = ops.where(padding, 0.0, beta_BTH)
+    sign_BTH = None if sign_BTH is None else ops.where(padding, 1.0, sign_BTH)
+    return log_decay_BTH, beta_BTH, sign_BTH, padding, last_B

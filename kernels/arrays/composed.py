@@ -14,7 +14,7 @@ Array = Any  # torch.Tensor or jax.Array
 def rms_norm(x: Array, weight: Array, *, eps: float = 1e-6) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, in x's dtype. weight [.., D] broadcasts."""
     ops = arrays.of(x)
-    x32 = x if x.dtype == ops.float64 else ops.cast(x, ops.float32)
+    x32 = ops.cast(x, ops.working_dtype(x))
     scale = ops.rsqrt(ops.mean(x32 * x32, -1, keepdims=True) + eps)
     return ops.cast(x32 * scale * ops.cast(weight, x32.dtype), x.dtype)
 
@@ -22,7 +22,7 @@ def rms_norm(x: Array, weight: Array, *, eps: float = 1e-6) -> Array:
 def l2_normalise(x: Array, *, eps: float = 1e-6) -> Array:
     """x / sqrt(sum(x^2) + eps^2) over the last axis, computed in float32, in x's dtype."""
     ops = arrays.of(x)
-    x32 = x if x.dtype == ops.float64 else ops.cast(x, ops.float32)
+    x32 = ops.cast(x, ops.working_dtype(x))
     return ops.cast(x32 * ops.rsqrt(ops.sum(x32 * x32, -1, keepdims=True) + eps * eps), x.dtype)
 
 
@@ -44,7 +44,7 @@ def rope(x_BTHK: Array, positions: Array, *, base: float = 10000.0, fraction: fl
 def softmax_cross_entropy(logits: Array, targets: Array) -> Array:
     """-log softmax(logits)[target], float32: logits [..., V], integer targets [...]."""
     ops = arrays.of(logits)
-    logits = logits if logits.dtype == ops.float64 else ops.cast(logits, ops.float32)
+    logits = ops.cast(logits, ops.working_dtype(logits))
     return ops.logsumexp(logits, -1) - ops.take_along(logits, targets[..., None], -1)[..., 0]
 
 

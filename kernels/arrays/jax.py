@@ -66,6 +66,21 @@ def epsilon(x: Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
+def dtype_name(x: Array) -> str:
+    """"float32", "bfloat16", ..."""
+    return str(x.dtype)
+
+
+def device(x: Array) -> str:
+    """"cpu", "cuda" or "tpu": the default device, as traced arrays have none."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+def working_dtype(x: Array) -> Any:
+    """What states and sums are kept in: float64 for float64, else float32."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
 # making arrays; `like` names a device in torch and is not needed here
 def array(values: Any, dtype: Any, like: Array) -> Array:
     return jnp.asarray(values, dtype=dtype)
@@ -199,6 +214,11 @@ def inverse_unit_lower(x: Array) -> Array:
     """The inverse of unit lower triangles [..., C, C]; only what lies below the diagonal is read."""
     eye = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
     return jax.scipy.linalg.solve_triangular(x, eye, lower=True, unit_diagonal=True)
+
+
+def solve(a: Array, b: Array) -> Array:
+    """x with a x = b, for square matrices a [..., K, K] and vectors b [..., K], by elimination."""
+    return jnp.linalg.solve(a, b[..., None])[..., 0]
 
 
 # control

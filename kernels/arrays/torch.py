@@ -70,6 +70,21 @@ def epsilon(x: Array) -> float:
     return torch.finfo(x.dtype).eps
 
 
+def dtype_name(x: Array) -> str:
+    """"float32", "bfloat16", ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def device(x: Array) -> str:
+    """"cpu", "cuda" or "tpu"."""
+    return x.device.type
+
+
+def working_dtype(x: Array) -> torch.dtype:
+    """What states and sums are kept in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 # making arrays, on the device of `like`
 def array(values: Any, dtype: torch.dtype, like: Array) -> Array:
     return torch.as_tensor(values, dtype=dtype, device=like.device)
@@ -229,6 +244,11 @@ def inverse_unit_lower(x: Array) -> Array:
     """The inverse of unit lower triangles [..., C, C]; only what lies below the diagonal is read."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape)
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
+
+
+def solve(a: Array, b: Array) -> Array:
+    """x with a x = b, for square matrices a [..., K, K] and vectors b [..., K], by elimination."""
+    return torch.linalg.solve(a, b[..., None])[..., 0]
 
 
 # control

@@ -57,6 +57,7 @@ CASES = {
     "matmul": (lambda o, x, y: o.matmul(x, o.swapaxes(y, 0, 1), precision="highest"), x_23, y_23),
     "einsum": (lambda o, x, y: o.einsum("ab,cb->ac", x, y, precision="highest"), x_23, y_23),
     "inverse_unit_lower": (lambda o, x: o.inverse_unit_lower(x), square),
+    "solve": (lambda o, x: o.solve(o.swapaxes(x, 1, 2) @ x + 1.0, x[..., 0]), square),
     "scan": (lambda o, x, y: o.concatenate([z.reshape(1, -1) for z in _scan(o, x, y)], 1), x_23, y_23),
     "associative_scan": (lambda o, x, y: o.associative_scan(combine, (o.sigmoid(x), y), 1)[1], *random((2, 2, 7)).astype(np.float32)),
     "rematerialise": (lambda o, x: o.rematerialise(lambda z: o.sin(o.sin(z)))(x), x_23),

@@ -1,0 +1,73 @@
+"""Conjugate gradients for many small systems at once, each stopping by itself.
+
+Shapes: K the size of a system; [..., K], one system for each leading index.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kernels import arrays
+
+Array = Any  # torch.Tensor or jax.Array
+
+
+def conjugate_gradients(
+    apply: Callable[[Array], Array], rhs: Array, diagonal: Array, *, steps: int, eps: float, criterion: str, start: str
+) -> tuple[Array, Array]:
+    """x with A x = rhs, and the steps that each system took, int32 [...]. `apply` is x -> A x, `diagonal` is that of A.
+
+    Conjugate gradients (MesaNet, Algorithm 1). Right-hand sides are scaled to unit norm and the solution back, so that nothing depends on
+    their size. A system is frozen (x kept) once ||r|| <= eps min(||r0||, ||rhs||) (criterion "b") or eps ||r0|| ("r0"), once ||r|| is
+    below the dtype's epsilon times ||rhs||, when p'Ap <= 0, or when its right-hand side is 0. The loop ends when all are frozen.
+    """
+    ops = arrays.of(rhs)
+    unit, size = _unit(rhs, ops)
+    some = size[..., 0] > 0
+    x = jacobi(unit, diagonal) if start == "jacobi" else unit * 0.0
+    r = unit - apply(x)
+    rr = ops.sum(r * r, -1)
+    first = ops.sqrt(rr)
+    limit = ops.maximum(eps * (ops.minimum(first, 1.0) if criterion == "b" else first), ops.epsilon(r)) ** 2
+    taken = ops.zeros(rr.shape, ops.int32, rhs)
+
+    def going(carry):
+        count, active = carry[-2:]
+        return (count < steps) & ops.any(active)
+
+    def advance_all(carry):
+        x, r, p, rr, taken, count, active = carry
+        Ap = apply(p)
+        curvature = ops.sum(p * Ap, -1)
+        moves = active & (curvature > 0)
+        alpha = ops.where(moves, rr / ops.where(moves, curvature, 1.0), 0.0)[..., None]
+        x, r = x + alpha * p, r - alpha * Ap
+        new = ops.sum(r * r, -1)
+        active = moves & (new > limit)
+        turn = ops.where(active, new / ops.where(active, rr, 1.0), 0.0)[..., None]
+        return x, r, r + turn * p, ops.where(moves, new, rr), taken + ops.cast(moves, ops.int32), count + 1, active
+
+    x, _, _, _, taken, _, _ = ops.while_loop(going, advance_all, (x, r, r, rr, taken, 0, some & (rr > limit)))
+    return x * size, taken
+
+
+def jacobi(rhs: Array, diagonal: Array) -> Array:
+    """rhs / diagonal, and 0 where the diagonal is not positive (a negative decay can make it so)."""
+    ops = arrays.of(rhs)
+    positive = diagonal > 0
+    return ops.where(positive, rhs / ops.where(positive, diagonal, 1.0), 0.0)
+
+
+def relative_residual(rhs: Array, left: Array) -> Array:
+    """||left|| / ||rhs|| in float32, for left = rhs - A x; 0 where rhs is 0."""
+    ops = arrays.of(rhs)
+    _, size = _unit(rhs, ops)
+    left = ops.where(size > 0, left / ops.where(size > 0, size, 1.0), 0.0)
+    return ops.cast(ops.sqrt(ops.sum(left * left, -1)), ops.float32)
+
+
+def _unit(x: Array, ops: Any) -> tuple[Array, Array]:
+    """x / ||x|| and ||x|| [..., 1], without squaring anything tiny or huge; 0 and 0 for x = 0."""
+    largest = ops.max(ops.absolute(x), -1, keepdims=True)
+    scaled = x / ops.where(largest > 0, largest, 1.0)
+    norm = ops.sqrt(ops.sum(scaled * scaled, -1, keepdims=True))
+    return scaled / ops.where(norm > 0, norm, 1.0), largest * norm
