@@ -1,0 +1,365 @@
+"""Train: packed rows to weights, and a history of every step.
+
+Step s of a run with batch B reads rows [sB, (s+1)B), whatever runs it. A target that is BOS carries no loss. A run that ends in
+any way goes on from its newest checkpoint, on a CPU (and on a GPU with `deterministic`) to the same weights bit for bit.
+
+The precision is what is computed and so part of the run's identity: a CPU that is asked for bfloat16 computes in bfloat16, and a
+GPU without it refuses.
+
+Shapes: B batch, T time (the sequence length); a row has T + 1 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from stages import artifact, engine, provenance
+from stages.checkpoints import Checkpoints
+from stages.command import main
+from stages.history import LOG, History, Row, Spikes
+from stages.schedule import learning_rate
+from stages.spec import Context, Spec, Stopped, Strict
+
+if TYPE_CHECKING:
+    from stages.rows import Rows
+
+WEIGHTS, HISTORY = "weights.safetensors", "history.parquet"
+ROLLBACKS = 8  # in one run
+SKIPS = 32  # in a row
+PROGRESS_SECONDS = 1.0
+MEASURES = ("loss", "grad_norm", "finite")  # what a trainer's step returns besides the layers' scalars
+
+
+class Optimizer(Strict):
+    """AdamW, and the global gradient norm that gradients are clipped to (MesaNet, G.3)."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.98, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+
+
+class Training(Strict):
+    """`training:` of params.yaml.
+
+    batch: sequences a step. warmup_steps, start_learning_rate, floor: see stages/schedule.py (floor: a fraction of the peak).
+    seed: of the initial weights. precision: of activations; weights, their moments, norms, gates and losses are float32.
+    reset: whether states start anew at each document in a row. on_nonfinite: what happens when a loss or gradient is not finite:
+    stop with what there is; skip that step's update; roll back to the last checkpoint and leave out that batch on the way.
+    checkpoint_every: steps. deterministic: bit-exact resume on a GPU too, which costs some speed.
+    """
+
+    batch: int = Field(ge=1)
+    optimizer: Optimizer = Optimizer()
+    warmup_steps: int = Field(default=2000, ge=0)
+    start_learning_rate: float = Field(default=1e-6, ge=0)
+    floor: float = Field(default=0.1, ge=0, le=1)
+    seed: int = Field(default=0, ge=0)
+    precision: engine.Precision = "float32"
+    reset: bool = False
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    checkpoint_every: int = Field(default=1000, ge=1)
+    deterministic: bool = False
+
+
+class Parameters(Training):
+    """What a training's spec holds: `training:`, its cell's model and scale as params.yaml has them, and the sizes that follow.
+
+    steps: of the whole run. learning_rate: the peak.
+    """
+
+    model: dict[str, Any]
+    scale: dict[str, int]
+    vocab_size: int = Field(ge=1)
+    bos: int = Field(ge=0)
+    sequence_length: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+
+
+def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
+    """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone).
+
+    inputs: "budget", the file packed/budgets/<budget>.json. context.settings: peak_flops (of the device, for MFU), micro_batch
+    (sequences at once; all if not given), compile. Raises Stopped when asked to stop, with a checkpoint saved.
+    """
+    try:
+        parameters = Parameters.model_validate(spec.parameters)
+    except ValidationError as error:
+        raise ValueError(f"This training's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
+    with engine.told_of_full_disk(out):
+        if not _complete(out, spec.key):
+            Run(spec, parameters, out, inputs["budget"], context).to_the_end()
+        context.fence()
+        Checkpoints(out, spec.key).remove()
+        (out / LOG).unlink(missing_ok=True)
+
+
+def _complete(out: Path, key: str) -> bool:
+    """Whether an earlier attempt got as far as its artifact.json."""
+    try:
+        artifact.read(out, key=key)
+    except ValueError:
+        return False
+    return (out / HISTORY).exists()
+
+
+class Run:
+    """One attempt at a training run; `step` is how many steps are done."""
+
+    def __init__(self, spec: Spec, parameters: Parameters, out: Path, budget: Path, context: Context) -> None:
+        import models
+
+        self.spec, self.parameters, self.out, self.context = spec, parameters, out, context
+        self.started = time.time()
+        self.model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size)
+        if reason := self.model.trainable:
+            raise ValueError(f"This model cannot be trained: {reason}.")
+        self.input_digest, rows = _open(budget, spec, parameters)
+        self.batches = Batches(rows, parameters)
+        self.history = History(out)
+        self.checkpoints = Checkpoints(out, spec.key)
+        self.spikes = Spikes()
+        self.skips = 0  # steps skipped since the last one that was taken
+        self.rolled_back: dict[int, str] = {}  # step -> why its batch is left out
+        self.seconds: deque[float] = deque(maxlen=32)  # of the last steps
+        self.shown = float("-inf")
+        self.device = engine.device(context, parameters.precision)
+        self.trainer, self.step, self.saved = self._trainer(), 0, -1
+        self.restore()
+        self.resumed_from = self.step
+
+    def to_the_end(self) -> None:
+        """Take every step that is left, then write the results."""
+        with self.batches:
+            while self.step < self.parameters.steps:
+                if self.context.stop_requested():
+                    self.save()
+                    raise Stopped(f"{self.out.name} at step {self.step} of {self.parameters.steps}; run again to go on.")
+                self.advance()
+                if self.step % self.parameters.checkpoint_every == 0:
+                    self.save()
+            self.save()
+        self.finish()
+
+    # Where the run stands
+
+    def restore(self) -> None:
+        """Go to the newest checkpoint of any attempt that verifies, or to the run's beginning."""
+        self.context.fence()
+        fresh = self.step == 0
+        for found in self.checkpoints.usable(dict.fromkeys([self.out, *self.context.resume_from]), self._note):
+            try:
+                self.history.resume(found.out, length=found.history, step=found.step)
+                self.trainer.load_state_dict(found.state)
+            except ValueError as error:
+                self._note(f"The checkpoint of step {found.step} is passed over: {error}.")
+                fresh = False
+                continue
+            self.checkpoints.resumed(found)
+            self.step, self.saved = found.step, found.step if found.out == self.out else -1
+            self._note(f"Going on from step {self.step}.")
+            break
+        else:
+            self.history.start()
+            self.trainer = self.trainer if fresh else self._trainer()
+            self.step, self.saved = 0, -1
+        self.spikes, self.skips = Spikes(), 0
+        for row in self.history.rows():
+            self._take_in(row)
+
+    def _trainer(self) -> Any:
+        return engine.trainer(
+            self.model,
+            self.context,
+            device=self.device,
+            precision=self.parameters.precision,
+            optimizer=self.parameters.optimizer.model_dump(),
+            seed=self.parameters.seed,
+            deterministic=self.parameters.deterministic,
+        )
+
+    def save(self) -> None:
+        """Make the steps so far durable: the history first, then the checkpoint that counts on it."""
+        if self.saved == self.step:
+            return
+        self.context.fence()
+        length = self.history.flush()
+        self.context.fence()
+        self.checkpoints.save(self.trainer.state_dict(), step=self.step, history=length)
+        self.saved = self.step
+
+    # One step
+
+    def advance(self) -> None:
+        """Take one step, or deal with one that is not finite, and write its row."""
+        p, index = self.parameters, self.step
+        rate = learning_rate(index, steps=p.steps, peak=p.learning_rate, start=p.start_learning_rate, warmup=p.warmup_steps, floor=p.floor)
+        row: Row = {"step": index + 1, "tokens": (index + 1) * p.batch * p.sequence_length, "learning_rate": rate}
+        if index in self.rolled_back:
+            self._record(row | {"event": self.rolled_back[index]})
+            return
+        began = time.perf_counter()
+        tokens_BT1, segments_BT = self.batches[index]
+        measured = self.trainer.step(
+            tokens_BT1,
+            learning_rate=rate,
+            segments=segments_BT,
+            targets_mask=tokens_BT1[:, 1:] != p.bos,
+            micro_batch=self.context.settings.get("micro_batch"),
+            skip_nonfinite=True,
+        )
+        row |= {"loss": measured["loss"], "grad_norm": measured["grad_norm"]}
+        row |= self._speed(time.perf_counter() - began, measured.get("cg_steps"))
+        row |= {name: value for name, value in measured.items() if name not in MEASURES}
+        if not measured["finite"]:
+            self._nonfinite(row)
+        else:
+            height = self.spikes.height(row["loss"])
+            self._record(row | {"event": None if height is None else f"spike: {height:.3g} nats above the median"})
+
+    def _speed(self, seconds: float, solver_steps: float | None) -> Row:
+        """Tokens per second and MFU; `solver_steps` are those really taken. A multiply-add is two FLOPs; recomputation never counts."""
+        p, peak = self.parameters, self.context.settings.get("peak_flops")
+        rate = p.batch * p.sequence_length / seconds
+
+        def mfu(steps: float | None) -> float | None:
+            return rate * self.model.flops(p.sequence_length, steps=steps, training=True) / peak if peak else None
+
+        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu(solver_steps), "mfu_without_cg": mfu(0)}
+
+    def _nonfinite(self, row: Row) -> None:
+        """A loss or gradient that is not finite; the trainer has left the weights as they were."""
+        p, number = self.parameters, row["step"]
+        what = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g} at learning rate {row['learning_rate']:.3g}"
+        if p.on_nonfinite == "skip" and self.skips < SKIPS:
+            self._record(row | {"event": f"skipped: {what}"})
+            return
+        if p.on_nonfinite == "rollback" and len(self.rolled_back) < ROLLBACKS:
+            self.rolled_back[self.step] = f"rolled back: {what}"
+            self._note(f"Step {number}: {what}. Going back to the last checkpoint, to leave that batch out.")
+            self.restore()
+            return
+        self.save()
+        given_up = {"stop": "", "skip": f" {SKIPS} steps in a row were skipped.", "rollback": f" It was rolled back {ROLLBACKS} times."}
+        remedy = {
+            "stop": ", a longer warm-up, or training.on_nonfinite: skip or rollback",
+            "skip": " or a longer warm-up",
+            "rollback": " or a longer warm-up",
+        }
+        raise ValueError(
+            f"Step {number} is not finite: {what}.{given_up[p.on_nonfinite]} Everything up to step {self.step} is kept; "
+            f"try a lower learning rate{remedy[p.on_nonfinite]}."
+        )
+
+    def _record(self, row: Row) -> None:
+        """The step is done: note its row, and show it."""
+        self.history.append(row)
+        self._take_in(row)
+        self.step += 1
+        if "seconds" in row:
+            self.seconds.append(row["seconds"])
+        now = time.monotonic()
+        if now - self.shown >= PROGRESS_SECONDS or self.step == self.parameters.steps or row["event"]:
+            self.shown = now
+            self._show(row)
+
+    def _take_in(self, row: Row) -> None:
+        """What later steps need to know of one that is done."""
+        event = row["event"] or ""
+        self.skips = self.skips + 1 if event.startswith("skipped") else 0
+        if event.startswith("rolled back"):
+            self.rolled_back[row["step"] - 1] = event
+        elif not event.startswith("skipped"):
+            self.spikes.append(row["loss"])
+
+    def _show(self, row: Row) -> None:
+        facts = {name: engine.finite_or_none(row.get(name)) for name in ("loss", "tokens_per_second", "mfu", "learning_rate")}
+        pace = statistics.median(self.seconds) if self.seconds else None
+        facts["seconds_left"] = None if pace is None else round(pace * (self.parameters.steps - self.step), 1)
+        event = {"event": row["event"]} if row["event"] else {}
+        self.context.progress(step=self.step, of=self.parameters.steps, **facts, saved=max(self.saved, 0), **event)
+
+    def _note(self, text: str) -> None:
+        self.context.progress(note=text)
+
+    # The end
+
+    def finish(self) -> None:
+        """Write what the run was for; artifact.json last."""
+        from models import checkpoint
+
+        key = self.spec.key
+        self.context.fence()
+        checkpoint.save(self.out / WEIGHTS, self.trainer.weights(), {"key": key, "step": str(self.step)})
+        self.history.to_parquet(self.out / HISTORY, key=key)
+        provenance.write(
+            self.out,
+            self.spec,
+            self.context,
+            started=self.started,
+            device=engine.device_name(self.device),
+            resumed_from=self.resumed_from,
+        )
+        self.context.fence()
+        artifact.write(self.out, key=key, stage=self.spec.stage, files=[WEIGHTS], inputs={"budget": self.input_digest})
+
+
+def _open(budget: Path, spec: Spec, parameters: Parameters) -> tuple[str, Rows]:
+    """(digest, rows) of the input, once it is what the spec says."""
+    from stages.rows import Rows
+
+    try:
+        facts = json.loads(budget.read_text())
+        key, digest, length, count = (facts[name] for name in ("key", "digest", "sequence_length", "rows"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{budget} is not a readable budget ({error}). Run the pack stage again.") from error
+    if key != spec.inputs["budget"]:
+        raise ValueError(f"{budget} was made under key {key[:12]}, wanted {spec.inputs['budget'][:12]}. Run the pack stage again.")
+    needed = parameters.steps * parameters.batch
+    if length != parameters.sequence_length or count < needed:
+        raise ValueError(
+            f"{budget} has {count} rows of {length} tokens; {parameters.steps} steps of {parameters.batch} sequences need {needed} "
+            f"of {parameters.sequence_length}. Run resolve and the pack stage again."
+        )
+    return digest, Rows(budget)
+
+
+class Batches:
+    """The batch of each step, the next one read while a step is taken."""
+
+    def __init__(self, rows: Rows, parameters: Parameters) -> None:
+        self.rows, self.parameters = rows, parameters
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self.ahead: dict[int, Future] = {}
+
+    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """(tokens int32 [B, T + 1], segments int32 [B, T] or None where nothing is reset) of a step."""
+        batch = self.ahead.get(step) or self.reader.submit(self._read, step)
+        self.ahead = {step + 1: self.reader.submit(self._read, step + 1)} if step + 1 < self.parameters.steps else {}
+        return batch.result()
+
+    def _read(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
+        size = self.parameters.batch
+        tokens_BT1, lengths = self.rows.read(step * size, (step + 1) * size)
+        return tokens_BT1, engine.segment_ids(lengths, self.parameters.sequence_length) if self.parameters.reset else None
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.shutdown(wait=True, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    main(run)

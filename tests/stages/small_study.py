@@ -1,0 +1,66 @@
+"""What the tests of train and evaluate stand on: packed rows, text sets and specs of a study of a few thousand random tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from stages import artifact, schemas, units
+from stages.spec import Context, Spec, fingerprint
+
+VOCABULARY, BOS, LENGTH = 32, 0, 12
+SCALE = {"layers": 1, "width": 16, "heads": 2, "key_size": 8, "mlp": 24}
+MESA = {"layer": "mesa", "steps": 4}
+GLA = {"layer": "gla"}
+
+
+def rows_table(rows: int, seed: int) -> pa.Table:
+    """Random rows, each of two pieces that BOS opens."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(1, VOCABULARY, (rows, LENGTH + 1))
+    cuts = random.integers(2, LENGTH - 1, rows)
+    tokens[:, 0] = tokens[np.arange(rows), cuts] = BOS
+    segments = [[int(cut), LENGTH + 1 - int(cut)] for cut in cuts]
+    return pa.table({"tokens": tokens.tolist(), "segments": segments}, schema=schemas.schema("packed", vocab_size=VOCABULARY, length=LENGTH + 1))
+
+
+def make_packed(folder: Path, *, rows: int = 128, shard_rows: int = 48) -> Path:
+    """packed/ with its shards, validation and one budget, whose file is returned."""
+    shards = []
+    for number, first in enumerate(range(0, rows, shard_rows)):
+        name, key, count = f"{number:05d}", fingerprint(["shard", number]), min(shard_rows, rows - first)
+        with units.making(folder / "shards" / name, key=key, stage="pack", inputs={}) as unit:
+            schemas.write(unit / "rows.parquet", rows_table(count, number), name="packed", key=key)
+        shards.append([name, artifact.read(folder / "shards" / name)["digest"], count])
+    with units.making(folder / "validation", key=key_of("validation"), stage="pack", inputs={}) as unit:
+        schemas.write(unit / "rows.parquet", rows_table(9, 99), name="packed", key=key_of("validation"))
+    digest = fingerprint([[digest, count] for _, digest, count in shards])
+    facts = {"rows": rows, "sequence_length": LENGTH, "tokens": rows * LENGTH, "shards": shards, "digest": digest, "key": key_of("budget")}
+    artifact.write_atomically(folder / "budgets" / "small.json", json.dumps(facts))
+    return folder / "budgets" / "small.json"
+
+
+def key_of(name: str) -> str:
+    return fingerprint({"of": name})
+
+
+def train_spec(*, steps: int = 12, model: dict[str, Any] = GLA, **changes: Any) -> Spec:
+    parameters = {
+        "batch": 4, "optimizer": {}, "warmup_steps": 3, "learning_rate": 0.02, "steps": steps, "checkpoint_every": 5,
+        "model": model, "scale": SCALE, "vocab_size": VOCABULARY, "bos": BOS, "sequence_length": LENGTH,
+    } | changes  # fmt: skip
+    return Spec(stage="train", versions={"train": 1}, inputs={"budget": key_of("budget")}, parameters=parameters)
+
+
+def context(**changes: Any) -> tuple[Context, list[dict[str, Any]]]:
+    """A context on one thread of the CPU, and the list that its progress goes to."""
+    lines: list[dict[str, Any]] = []
+    return Context(**{"threads": 1, "device": "cpu", "on_progress": lines.append} | changes), lines
+
+
+def notes(lines: list[dict[str, Any]]) -> str:
+    return "\n".join(line["note"] for line in lines if "note" in line)
