@@ -75,13 +75,13 @@ class HeadLoss(torch.autograd.Function):
 class Trainer:
     """Parameters and AdamW's moments of one model on one device.
 
-    optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}. precision: of activations, "float32" or "bfloat16".
+    optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}; None is for scoring alone, and holds no moments. precision: of activations, "float32" or "bfloat16".
     deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
     Raises ValueError for a model without a forward pass and for an unknown precision.
     """
 
     def __init__(
-        self, model: Model, *, optimizer: Mapping[str, float], seed: int, device: str = "cpu", precision: str = "float32",
+        self, model: Model, *, optimizer: Mapping[str, float] | None, seed: int, device: str = "cpu", precision: str = "float32",
         deterministic: bool = False, threads: int | None = None, compile: bool = False,
     ) -> None:  # fmt: skip
         if model.trainable:
@@ -94,8 +94,13 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
         self.model, self.device, self.dtype = model, torch.device(device), PRECISIONS[precision]
-        self.clip = optimizer["clip"]
         self.params = {name: value.to(self.device).requires_grad_() for name, value in model.init(seed).items()}
+        self._compiled: dict[Layer, Callable] | None = {} if compile and self.device.type != "cpu" else None
+        if optimizer is not None:
+            self._optimise(optimizer)
+
+    def _optimise(self, optimizer: Mapping[str, float]) -> None:
+        model, self.clip = self.model, optimizer["clip"]
         decayed = [self.params[name] for name, parameter in model.table.items() if parameter.decay]
         others = [self.params[name] for name, parameter in model.table.items() if not parameter.decay]
         groups = [{"params": decayed, "weight_decay": optimizer["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
@@ -105,7 +110,6 @@ class Trainer:
             self.optimizer.state[value] = {
                 "step": torch.zeros((), device=self.device), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)
             }  # fmt: skip
-        self._compiled: dict[Layer, Callable] | None = {} if compile and self.device.type != "cpu" else None
 
     def _transform(self, block: Callable, layer: Layer) -> Callable:
         """The block of a kind of layer, compiled once however many blocks are of that kind."""
@@ -183,6 +187,17 @@ class Trainer:
     def weights(self) -> dict[str, np.ndarray]:
         """The parameters, float32, by the names of the model's table."""
         return {name: _copy(value) for name, value in self.params.items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Take over what `weights` gave. Raises ValueError naming the first array that is missing, unknown or of another shape."""
+        for name in sorted(self.params.keys() ^ weights.keys()):
+            side = "lack" if name in self.params else "have an unknown"
+            raise ValueError(f"These weights {side} {name!r}: they belong to another model. Give those that this model was trained to.")
+        for name, value in self.params.items():
+            if tuple(value.shape) != weights[name].shape:
+                raise ValueError(f"{name!r} has shape {weights[name].shape} in these weights, {tuple(value.shape)} in the model; they differ.")
+            value.copy_(torch.from_numpy(np.array(weights[name])))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that an exact resume needs: "parameters/NAME", "mean/NAME" and "square/NAME" (AdamW's moments), "step"."""
