@@ -75,8 +75,8 @@ class HeadLoss(torch.autograd.Function):
 class Trainer:
     """Parameters and AdamW's moments of one model on one device.
 
-    optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}; None is for scoring alone, and holds no moments. precision: of activations, "float32" or "bfloat16".
-    deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
+    optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}; None is for scoring alone, and holds no moments.
+    precision: of activations, "float32" or "bfloat16". deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
     Raises ValueError for a model without a forward pass and for an unknown precision.
     """
 
