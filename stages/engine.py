@@ -46,7 +46,7 @@ def trainer(
     seed: int = 0,
     deterministic: bool = False,
 ) -> Trainer:
-    """The trainer of a model. settings["compile"] of the context: whether to compile (on a GPU, if not said)."""
+    """The trainer of a model; without an optimizer, for scoring alone. The context's settings["compile"]: whether to compile (on a GPU, if not said)."""
     from models.backends.torch import Trainer
 
     return Trainer(

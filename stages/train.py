@@ -297,6 +297,7 @@ class Run:
 
     def finish(self) -> None:
         """Write what the run was for; artifact.json last."""
+        import kernels
         from models import checkpoint
 
         key = self.spec.key
@@ -309,6 +310,7 @@ class Run:
             self.context,
             started=self.started,
             device=engine.device_name(self.device),
+            kernels=kernels.chosen(),
             resumed_from=self.resumed_from,
         )
         self.context.fence()

@@ -64,3 +64,25 @@ def context(**changes: Any) -> tuple[Context, list[dict[str, Any]]]:
 
 def notes(lines: list[dict[str, Any]]) -> str:
     return "\n".join(line["note"] for line in lines if "note" in line)
+
+
+def make_tokens(folder: Path, *, lengths: list[int], seed: int = 0, files: int = 2) -> Path:
+    """A tokens folder of random documents of these lengths, from two sources, in some files."""
+    random = np.random.default_rng(seed)
+    documents = [(f"document-{i}", "odd" if i % 2 else "even", random.integers(1, VOCABULARY, n).tolist()) for i, n in enumerate(lengths)]
+    key, schema = key_of(folder.name), schemas.schema("tokens", vocab_size=VOCABULARY)
+    names = []
+    for number in range(files):
+        part = documents[len(documents) * number // files : len(documents) * (number + 1) // files]
+        columns = dict(zip(("id", "source", "tokens"), (list(column) for column in zip(*part, strict=True)), strict=True))
+        schemas.write(folder / f"{number:05d}" / "tokens.parquet", pa.table(columns, schema=schema), name="tokens", key=key)
+        names.append(f"{number:05d}/tokens.parquet")
+    artifact.write(folder, key=key, stage="tokenize", files=names, inputs={})
+    return folder
+
+
+def evaluate_spec(*, weights: Spec, sets: list[str], lengths: list[int], settings: dict[str, Any] | None = None, **changes: Any) -> Spec:
+    same = {name: weights.parameters[name] for name in ("model", "scale", "vocab_size", "bos", "sequence_length")}
+    inputs = {"weights": weights.key, "validation": key_of("validation"), **{f"evaluation/{name}": key_of(name) for name in sets}}
+    parameters = same | {"reset": False, "precision": "float32", "lengths": lengths, "settings": settings or {}} | changes
+    return Spec(stage="evaluate", versions={"evaluate": 1}, inputs=inputs, parameters=parameters)

@@ -1,0 +1,417 @@
+"""Evaluate: next-token losses of a model's weights over text sets, at several lengths and, for layers with a solver, settings of it.
+
+What is scored. "validation" is the packed validation rows, each a sequence of `sequence_length`; a target that is BOS is not scored.
+Every other set is documents. A document of n tokens, BOS before it, is cut at a length L into windows that do not overlap, the
+first at its start: window w is given the tokens wL .. wL + L - 1 (BOS is number 0) and scored on wL + 1 .. wL + L. So each token
+is scored once, knowing what came before it in its window alone; the last window is shorter, and a document of up to L tokens is
+scored whole. Position k of a window is the k-th token scored.
+
+perplexity.parquet is over every window. positions.parquet is over the windows that start at their document's start (`start` 0 in
+nll.parquet), so that position k is the document's k-th token and the mean so far (MesaNet, Eq. 54) that of its first L tokens.
+A loss that is not a number, from a model that fails there, counts as infinite.
+
+Units. One per set, length and setting, each with its key: of the weights, the set, the length, the setting and the code's versions.
+Only those that are missing are computed.
+
+Shapes: B batch, T time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from stages import artifact, engine, measures, provenance, schemas, units
+from stages.command import main
+from stages.spec import Context, Spec, Stopped, Strict
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from models.backbone import Model
+
+VALIDATION = "validation"
+TRAINED = ""  # the setting that is none: solved as in training
+BATCH_TOKENS = 1 << 15
+POOL_TOKENS = 1 << 22  # sequences are sorted by length within so many tokens
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class Setting(Strict):
+    """How a layer's solver runs in inference; what is not given is as in training.
+
+    steps: its cap. eps: its tolerance. criterion: what that is relative to (see the layer). solve: False reads out without it.
+    """
+
+    steps: int | None = Field(default=None, ge=0)
+    eps: float | None = Field(default=None, ge=0)
+    criterion: str | None = None
+    solve: bool | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Setting:
+        if not self.options():
+            raise ValueError("a setting gives at least one of steps, eps, criterion, solve")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What it changes, by the names of the layer's own options."""
+        return self.model_dump(exclude_none=True)
+
+
+class Evaluation(Strict):
+    """`evaluation:` of params.yaml.
+
+    lengths: of the windows that documents are cut into. settings: name -> how solvers run, each evaluated besides as trained.
+    batch_tokens: tokens scored at once; never in a spec (nor in `model_dump`), since it changes no result beyond rounding.
+    """
+
+    lengths: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    settings: dict[Name, Setting] = {}
+    batch_tokens: int = Field(default=BATCH_TOKENS, ge=1, exclude=True)
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Evaluation:
+        if twice := sorted({length for length in self.lengths if self.lengths.count(length) > 1}):
+            raise ValueError(f"length {twice[0]} is listed twice")
+        return self
+
+
+class Parameters(Strict):
+    """What an evaluation's spec holds: its cell's model, what it was trained with, and what is evaluated."""
+
+    model: dict[str, Any]
+    scale: dict[str, int]
+    vocab_size: int = Field(ge=1)
+    bos: int = Field(ge=0)
+    sequence_length: int = Field(ge=1)
+    reset: bool = False
+    precision: engine.Precision = "float32"
+    lengths: list[Annotated[int, Field(ge=1)]]
+    settings: dict[Name, Setting] = {}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One to be scored. tokens: int32 [T + 1]. segments: int32 [T], or None where nothing is reset. start: its first target's place in its document."""
+
+    tokens: np.ndarray
+    source: str
+    start: int = 0
+    segments: np.ndarray | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A set at a length under a setting. input: the set's name among the spec's inputs."""
+
+    input: str
+    length: int
+    setting: str
+    options: dict[str, Any]
+    key: str
+
+    @property
+    def set(self) -> str:
+        return self.input.removeprefix("evaluation/")
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return "-".join([self.set, str(self.length), *([self.setting] if self.setting else [])])
+
+
+def takes(model: Model, setting: Setting) -> bool:
+    """Whether some layer of the model has what a setting sets."""
+    return any(set(setting.options()) <= set(layer.options()) for layer in model.layers)
+
+
+def units_of(spec: Spec, parameters: Parameters, model: Model) -> list[Unit]:
+    """Every unit of an evaluation: the validation rows, then the sets by name, at each length; as trained, then each setting."""
+    settings = {TRAINED: {}} | {name: setting.options() for name, setting in parameters.settings.items() if takes(model, setting)}
+    sets = [(VALIDATION, parameters.sequence_length)] if VALIDATION in spec.inputs else []
+    sets += [(name, length) for name in sorted(spec.inputs) if name.startswith("evaluation/") for length in parameters.lengths]
+    if f"evaluation/{VALIDATION}" in spec.inputs:
+        raise ValueError(f"A text set cannot be named {VALIDATION!r}: the packed validation rows are. Give it another name.")
+    return [
+        Unit(
+            name,
+            length,
+            setting,
+            options,
+            spec.unit_key(weights=spec.inputs["weights"], set=spec.inputs[name], length=length, setting=options),
+        )
+        for name, length in sets
+        for setting, options in settings.items()
+    ]
+
+
+def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
+    """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet), and over all of them perplexity.parquet and,
+    as trained, positions.parquet.
+
+    inputs: "weights", "validation", "evaluation/<set>": their folders. context.settings: batch_tokens, compile.
+    Raises Stopped when asked to stop; the units that are complete are kept.
+    """
+    import kernels
+    import models
+
+    started = time.time()
+    try:
+        parameters = Parameters.model_validate(spec.parameters)
+    except ValidationError as error:
+        raise ValueError(f"This evaluation's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
+    model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size)
+    wanted = units_of(spec, parameters, model)
+    missing = [unit for unit in wanted if not units.complete(out / unit.name, unit.key)]
+    needed = {"weights", *(unit.input for unit in missing)} if missing else set()
+    digests = {name: artifact.read(inputs[name], key=key, content=name in needed)["digest"] for name, key in spec.inputs.items()}
+
+    facts: dict[str, Any] = {"computed": [unit.name for unit in missing]}
+    with engine.told_of_full_disk(out):
+        if missing:
+            scorer = Scorer(model, parameters, inputs["weights"], context)
+            facts["device"] = engine.device_name(scorer.device)
+            for done, unit in enumerate(missing, start=len(wanted) - len(missing)):
+                context.fence()
+                scorer.progress = {"step": done, "of": len(wanted), "unit": unit.name}
+                given = {name: digests[name] for name in ("weights", unit.input)}
+                with units.making(out / unit.name, key=unit.key, stage=spec.stage, inputs=given) as folder:
+                    _make(unit, folder, _sequences(unit, inputs[unit.input], parameters), scorer)
+                    context.fence()
+        context.fence()
+        units.keep_only(out, {unit.name for unit in wanted})
+        known = _collect(out, wanted, spec.key)
+        provenance.write(out, spec, context, started=started, kernels=kernels.chosen() if missing else {}, **facts)
+        artifact.write(out, key=spec.key, stage=spec.stage, files=known, inputs=digests, known=known)
+        context.progress(step=len(wanted), of=len(wanted))
+
+
+# Sequences
+
+
+def _sequences(unit: Unit, folder: Path, parameters: Parameters) -> Iterator[Sequence]:
+    """What a unit scores, in the set's order."""
+    if unit.input == VALIDATION:
+        return _rows(folder, parameters)
+    return windows(_documents(folder), length=unit.length, bos=parameters.bos)
+
+
+def _rows(folder: Path, parameters: Parameters) -> Iterator[Sequence]:
+    from stages.rows import validation
+
+    tokens_NT1, lengths = validation(folder)
+    for tokens, pieces in zip(tokens_NT1, lengths, strict=True):
+        segments = engine.segment_ids([pieces], parameters.sequence_length)[0] if parameters.reset else None
+        yield Sequence(tokens.astype(np.int32), VALIDATION, 0, segments)
+
+
+def _documents(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, tokens) of every document of a tokens folder."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for path in sorted(folder.glob("*/tokens.parquet")):
+        schemas.metadata(path, "tokens")
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=256, columns=["source", "tokens"]):
+                    for source, tokens in zip(batch["source"].to_pylist(), batch["tokens"], strict=True):
+                        yield source, tokens.values.to_numpy()
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path} is not a whole Parquet file ({error}). Delete it and tokenize again.") from error
+
+
+def windows(documents: Iterable[tuple[str, np.ndarray]], *, length: int, bos: int) -> Iterator[Sequence]:
+    """Documents, BOS before each, cut as the module's docstring says."""
+    for source, document in documents:
+        tokens = np.concatenate([[bos], document]).astype(np.int32)
+        for start in range(0, len(document), length):
+            yield Sequence(tokens[start : start + length + 1], source, start)
+
+
+# Scoring
+
+
+class Scorer:
+    """A model with its weights on a device, and the losses it gives."""
+
+    def __init__(self, model: Model, parameters: Parameters, weights: Path, context: Context) -> None:
+        from models import checkpoint
+
+        self.parameters, self.context = parameters, context
+        self.device = engine.device(context, parameters.precision)
+        self.trainer = engine.trainer(model, context, device=self.device, precision=parameters.precision)
+        self.trainer.load_weights(checkpoint.load(weights / "weights.safetensors")[0])
+        self.batch_tokens = context.settings.get("batch_tokens", BATCH_TOKENS)
+        self.progress: dict[str, Any] = {}
+
+    def losses(self, sequences: list[Sequence], unit: Unit, solver: Solver) -> list[np.ndarray]:
+        """float32 [T] of each, in order; NaN where the target is BOS. What the layers' solvers did is added to `solver`."""
+        found: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+        for length, batch in batches(sequences, longest=unit.length, batch_tokens=self.batch_tokens):
+            if self.context.stop_requested():
+                raise Stopped(f"at {self.progress['unit']}, unit {self.progress['step'] + 1} of {self.progress['of']}; run again to go on.")
+            began = time.perf_counter()
+            tokens_BT1, segments_BT = padded([sequences[index] for index in batch], length=length, bos=self.parameters.bos)
+            nll_BT, info = self.trainer.nll(tokens_BT1, segments=segments_BT, setting=unit.options or None)
+            count = sum(sequences[index].length for index in batch)
+            solver.add(info, scored=count, averaged=nll_BT.size)
+            for row, index in enumerate(batch):
+                targets = sequences[index].tokens[1:]
+                nll = np.nan_to_num(nll_BT[row, : len(targets)], nan=np.inf, posinf=np.inf, neginf=-np.inf)
+                found[index] = np.where(targets == self.parameters.bos, np.float32(np.nan), nll).astype(np.float32)
+            self.context.progress(**self.progress, tokens_per_second=count / (time.perf_counter() - began))
+        return found
+
+
+def batches(sequences: list[Sequence], *, longest: int, batch_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    """(padded length, indices) of sequences that are scored together, as many as `batch_tokens` holds.
+
+    A sequence is padded to the next power of two, at most to `longest`, whatever it is scored beside: few shapes to compile.
+    """
+    classes: dict[int, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        classes.setdefault(min(1 << (sequence.length - 1).bit_length(), longest), []).append(index)
+    for length, indices in sorted(classes.items()):
+        size = max(1, batch_tokens // length)
+        yield from ((length, indices[start : start + size]) for start in range(0, len(indices), size))
+
+
+def padded(sequences: list[Sequence], *, length: int, bos: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """(tokens int32 [B, length + 1], segments int32 [B, length]: -1 is padding; None where nothing is padded or reset)."""
+    tokens_BT1 = np.full((len(sequences), length + 1), bos, np.int32)
+    segments_BT = np.full((len(sequences), length), -1, np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens_BT1[row, : sequence.length + 1] = sequence.tokens
+        segments_BT[row, : sequence.length] = 0 if sequence.segments is None else sequence.segments
+    return tokens_BT1, segments_BT if segments_BT.any() else None
+
+
+@dataclass
+class Solver:
+    """Means over scored tokens, heads and layers of what solvers did: steps taken, true residual. None where no layer has one."""
+
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, info: dict[str, float], *, scored: int, averaged: int) -> None:
+        """Take in a batch's means over `averaged` tokens, of which all but `scored` are padding and count nothing: no step, no residual."""
+        self.tokens += scored
+        for name, value in info.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * averaged
+
+    def mean(self, name: str) -> float | None:
+        return self.sums[name] / self.tokens if name in self.sums else None
+
+
+# Files
+
+
+def _make(unit: Unit, folder: Path, sequences: Iterator[Sequence], scorer: Scorer) -> None:
+    """Score a unit's sequences and write its three files into `folder`."""
+    solver, everything, from_start = Solver(), Positions(), Positions()
+    number = 0
+
+    def scored() -> Iterator[pa.RecordBatch]:
+        nonlocal number
+        for pool in _pools(sequences):
+            nlls = scorer.losses(pool, unit, solver)
+            everything.add(nlls)
+            from_start.add([nll for nll, sequence in zip(nlls, pool, strict=True) if sequence.start == 0])
+            columns = {
+                "set": [unit.set] * len(pool),
+                "source": [sequence.source for sequence in pool],
+                "length": [unit.length] * len(pool),
+                "sequence": range(number, number + len(pool)),
+                "start": [sequence.start for sequence in pool],
+                "nll": nlls,
+            }
+            number += len(pool)
+            yield from schemas.batches([columns], schema)
+
+    schema = schemas.schema("nll")
+    schemas.write(folder / "nll.parquet", scored(), name="nll", key=unit.key, schema=schema)
+    length = len(from_start.count)
+    _write(folder / "positions.parquet", "positions", unit.key, {
+        "set": [unit.set] * length,
+        "length": [unit.length] * length,
+        "position": range(1, length + 1),
+        "nll_sum": from_start.nll_sum,
+        "count": from_start.count,
+    })  # fmt: skip
+    tokens = int(everything.count.sum())
+    nll = float(everything.nll_sum.sum()) / tokens if tokens else float("nan")
+    _write(folder / "perplexity.parquet", "perplexity", unit.key, {
+        "set": [unit.set],
+        "length": [unit.length],
+        "setting": [TRAINED],
+        "sequences": [number],
+        "tokens": [tokens],
+        "nll": [nll],
+        "perplexity": [float(np.exp(np.float64(nll)))],
+        "steps_taken": [solver.mean("cg_steps")],
+        "residual": [solver.mean("cg_residual")],
+    })  # fmt: skip
+
+
+def _pools(sequences: Iterator[Sequence]) -> Iterator[list[Sequence]]:
+    """Sequences in their order, some POOL_TOKENS at a time: what is held in memory."""
+    pool, tokens = [], 0
+    for sequence in sequences:
+        pool.append(sequence)
+        tokens += sequence.length
+        if tokens >= POOL_TOKENS:
+            yield pool
+            pool, tokens = [], 0
+    if pool:
+        yield pool
+
+
+@dataclass
+class Positions:
+    """Running sums of losses by position."""
+
+    nll_sum: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    count: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def add(self, nlls: list[np.ndarray]) -> None:
+        parts = [(self.nll_sum, self.count), measures.by_position(nlls)]
+        length = max(len(count) for _, count in parts)
+        self.nll_sum, self.count = (sum(np.pad(array, (0, length - len(array))) for array in arrays) for arrays in zip(*parts, strict=True))
+
+
+def _write(path: Path, name: str, key: str, columns: dict[str, Any]) -> str:
+    import pyarrow as pa
+
+    return schemas.write(path, pa.table(columns, schema=schemas.schema(name)), name=name, key=key)
+
+
+def _collect(out: Path, wanted: list[Unit], key: str) -> dict[str, str]:
+    """Write the two files over all units. Returns the digest of every file of the artifact, by its name."""
+    import pyarrow as pa
+
+    def together(name: str, units: list[Unit]) -> pa.Table:
+        return pa.concat_tables([schemas.read(out / unit.name / f"{name}.parquet", name) for unit in units])
+
+    perplexity = together("perplexity", wanted).set_column(2, "setting", pa.array([unit.setting for unit in wanted]))
+    positions = together("positions", [unit for unit in wanted if unit.setting == TRAINED])
+    known = {f"{unit.name}/{file}": facts["digest"] for unit in wanted for file, facts in artifact.read(out / unit.name)["files"].items()}
+    for name, table in (("perplexity", perplexity), ("positions", positions)):
+        known[f"{name}.parquet"] = schemas.write(out / f"{name}.parquet", table, name=name, key=key)
+    return known
+
+
+if __name__ == "__main__":
+    main(run)
