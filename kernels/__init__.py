@@ -7,6 +7,7 @@ form in array operations (attention: `library`, the framework's own); triton is 
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 
 OPERATIONS = ("attention", "linear_attention", "mesa")
 NAMES = ("reference", "chunked", "library", "triton", "pallas")
@@ -17,15 +18,24 @@ PREFERENCE = {
 }
 FUSED = {"cuda": "triton", "tpu": "pallas"}
 
+_offered: dict[str, dict[str, Callable]] = {}
 _chosen: dict[str, str] = {}
 _warned: set[str] = set()
 
 
-def backends(operation: str) -> dict[str, object]:
-    """An operation's implementations by name: refusal(shape, dtype, device) -> None, or the reason that it cannot run them."""
+def offer(operation: str, backends: dict[str, Callable]) -> None:
+    """An operation says which implementations it has: by name, refusal(shape, dtype, device) -> None or the reason it cannot run them."""
+    assert operation in OPERATIONS and set(backends) <= set(NAMES)
+    _offered[operation] = backends
+
+
+def backends(operation: str) -> dict[str, Callable]:
+    """What an operation offered."""
     if operation not in OPERATIONS:
         raise ValueError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}.")
-    return importlib.import_module(f"kernels.{operation}").BACKENDS
+    if operation not in _offered:
+        importlib.import_module(f"kernels.{operation}")
+    return _offered[operation]
 
 
 def choose(operation: str, shape: dict[str, int], dtype: str, device: str, backend: str | None = None) -> str:

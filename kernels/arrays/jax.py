@@ -67,12 +67,12 @@ def epsilon(x: Array) -> float:
 
 
 def dtype_name(x: Array) -> str:
-    """"float32", "bfloat16", ..."""
+    """The name of the dtype, as "float32"."""
     return str(x.dtype)
 
 
 def device(x: Array) -> str:
-    """"cpu", "cuda" or "tpu": the default device, as traced arrays have none."""
+    """Where it is: "cpu", "cuda" or "tpu"; the default device, as traced arrays have none."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 

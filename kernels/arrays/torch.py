@@ -71,12 +71,12 @@ def epsilon(x: Array) -> float:
 
 
 def dtype_name(x: Array) -> str:
-    """"float32", "bfloat16", ..."""
+    """The name of the dtype, as "float32"."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def device(x: Array) -> str:
-    """"cpu", "cuda" or "tpu"."""
+    """Where it is: "cpu", "cuda" or "tpu"."""
     return x.device.type
 
 

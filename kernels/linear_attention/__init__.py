@@ -14,11 +14,11 @@ from kernels import arrays, shapes
 from kernels.linear_attention import chunked, reference
 from kernels.linear_attention.reference import State, step
 
-__all__ = ["BACKENDS", "State", "linear_attention", "step"]
+__all__ = ["State", "linear_attention", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
 IMPLEMENTATIONS = {"chunked": chunked.linear_attention, "reference": reference.linear_attention}
-BACKENDS = {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS}
+kernels.offer("linear_attention", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
 
 
 def linear_attention(

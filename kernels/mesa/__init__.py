@@ -17,11 +17,11 @@ from kernels.mesa import chunked, reference
 from kernels.mesa.reference import State
 from kernels.mesa.step import step
 
-__all__ = ["BACKENDS", "State", "mesa", "step"]
+__all__ = ["State", "mesa", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
 IMPLEMENTATIONS = {"chunked": chunked.mesa, "reference": reference.mesa}
-BACKENDS = {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS}
+kernels.offer("mesa", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
 
 
 def mesa(

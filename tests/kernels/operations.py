@@ -1,0 +1,113 @@
+"""The table of sequence operations. An operation listed here gets every contract test of test_contracts.py.
+
+Shapes: B batch, T time, H heads, K key size, V value size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kernels.linear_attention import State as LinearState
+from kernels.linear_attention import linear_attention
+from kernels.linear_attention import step as linear_attention_step
+from kernels.mesa import State as MesaState
+from kernels.mesa import mesa
+from kernels.mesa import step as mesa_step
+
+# Largest |x - reference| / largest |reference|, for each output and each gradient, against the float64 reference on the same inputs.
+# "same": two orders of the same float32 computation. bfloat16: bfloat16 q, k, v and outputs, float32 inside.
+TOLERANCES = {"float64": 1e-11, "float32": 4e-6, "bfloat16": 1e-2, "same": 4e-6}
+
+Sizes = tuple[int, int, int, int, int]  # B, T, H, K, V
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How to call an operation, and inputs on which it is well conditioned.
+
+    inputs: (random, sizes) -> float64 numpy arrays by argument name, in the order of the signature; gates [B, T, H] have "gate" names.
+    state: (random, sizes) -> the float64 arrays of a state, without its segment id. fixed: inputs without a time axis.
+    """
+
+    name: str
+    call: Callable
+    step: Callable
+    inputs: Callable[[np.random.Generator, Sizes], dict[str, np.ndarray]]
+    state_type: Any
+    state: Callable[[np.random.Generator, Sizes], tuple[np.ndarray, ...]]
+    fixed: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "sign")  # float32 at least, whatever q's dtype
+    backend: str = "chunked"
+    options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def gates(random: np.random.Generator, B: int, T: int, H: int) -> dict[str, np.ndarray]:
+    """Decays from fast to slow, with exact 0 and 1 among them; write strengths in [0, 1], both ends included."""
+    log_decay = -random.exponential(0.3, (B, T, H)) * np.linspace(0.05, 2, H)
+    log_decay[random.random((B, T, H)) < 0.05] = -np.inf
+    log_decay[random.random((B, T, H)) < 0.1] = 0
+    beta = random.random((B, T, H))
+    beta[random.random((B, T, H)) < 0.1] = 0
+    beta[random.random((B, T, H)) < 0.1] = 1
+    return {"log_decay": log_decay, "beta": beta}
+
+
+def linear_attention_inputs(random, sizes):
+    B, T, H, K, V = sizes
+    q, k = (random.standard_normal((B, T, H, K)) for _ in range(2))
+    return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H)}
+
+
+def mesa_inputs(random, sizes):
+    B, T, H, K, V = sizes
+    q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
+    lam = random.uniform(0.5, 1.5, (H, K))
+    return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H), "lam": lam}
+
+
+def with_signs(inputs):
+    def signed(random, sizes):
+        given = inputs(random, sizes)
+        given["sign"] = np.where(random.random(given["log_decay"].shape) < 0.3, -1.0, 1.0)
+        return given
+
+    return signed
+
+
+def large_lam(inputs):
+    """Lambda so large that H + Lambda stays positive with a negative decay."""
+
+    def stable(random, sizes):
+        given = inputs(random, sizes)
+        given["lam"] = given["lam"] + 20
+        return given
+
+    return stable
+
+
+def matrix_state(random, sizes):
+    B, _, H, K, V = sizes
+    return (random.standard_normal((B, H, K, V)),)
+
+
+def mesa_state(random, sizes):
+    B, _, H, K, V = sizes
+    root = random.standard_normal((B, H, K, K)) / K**0.5
+    return random.standard_normal((B, H, K, V)), root @ root.swapaxes(-1, -2)
+
+
+LINEAR = Operation("linear_attention", linear_attention, linear_attention_step, linear_attention_inputs, LinearState, matrix_state, options={"": {}, "scale": {"scale": 0.25}})
+MESA = Operation("mesa", mesa, mesa_step, mesa_inputs, MesaState, mesa_state, fixed=("lam",), options={"": {"steps": 60}, "start": {"steps": 0}, "gla": {"solve": False}})
+OPERATIONS = {
+    "linear_attention": LINEAR,
+    "linear_attention signed": Operation(**{**vars(LINEAR), "inputs": with_signs(linear_attention_inputs), "without_gradient": ("sign",), "options": {"": {}}}),
+    "mesa": MESA,
+    "mesa signed": Operation(**{**vars(MESA), "inputs": large_lam(with_signs(mesa_inputs)), "without_gradient": ("sign",), "options": {"": {"steps": 60}}}),
+}  # fmt: skip
