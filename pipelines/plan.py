@@ -127,11 +127,12 @@ def show(plan: Plan, params: Params) -> None:
     from rich.table import Table
 
     chips = list(params.accelerators)
+    kinds = list({chip.flops * chip.utilization: name for name, chip in reversed(params.accelerators.items())}.values())[::-1][:2]
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 132))
     table = Table(title=f"{plan.study}: {len(plan.cells)} cells", title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("cell", no_wrap=True)
-    for name in ("params", "tokens", "steps", "FLOPs", "CG", "mem GiB", "disk GiB", *(f"{chip} h" for chip in chips[:2]), "cost"):
+    for name in ("params", "tokens", "steps", "FLOPs", "CG", "mem GiB", "disk GiB", *(f"{chip} h" for chip in kinds), "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1)
@@ -139,7 +140,7 @@ def show(plan: Plan, params: Params) -> None:
     for cell in plan.cells:
         table.add_row(
             cell.cell, count(cell.parameters), count(cell.tokens), f"{cell.steps:,}", f"{cell.flops:.1e}", f"{cell.cg_share:.0%}" if cell.cg_share else "",
-            f"{cell.memory_gib:.3g}", f"{cell.disk_gib:.3g}", *(hours(cell.hours[chip]) for chip in chips[:2]),
+            f"{cell.memory_gib:.3g}", f"{cell.disk_gib:.3g}", *(hours(cell.hours[chip]) for chip in kinds),
             f"{min(cell.cost.values()):,.0f}" if cell.cost else "", f"[{colour[cell.state]}]{cell.state}[/]", cell.why,
         )  # fmt: skip
     console.print(table)
