@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
 
-from stages import artifact
+from stages import artifact, schemas
 
 PARTIAL = ".partial-"
 
@@ -66,7 +66,8 @@ def making(folder: Path, *, key: str, stage: str, inputs: dict[str, str]) -> Ite
     try:
         yield partial
         names = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
-        artifact.write(partial, key=key, stage=stage, files=names, inputs=inputs)
+        known = {name: digest for name in names if name.endswith(".parquet") and (digest := schemas.recorded_digest(partial / name))}
+        artifact.write(partial, key=key, stage=stage, files=names, inputs=inputs, known=known)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
