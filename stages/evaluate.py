@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 VALIDATION = "validation"
 TRAINED = ""  # the setting that is none: solved as in training
 BATCH_TOKENS = 1 << 15
+PROGRESS_SECONDS = 1.0
+ROWS = 256  # of validation, read at once
 POOL_TOKENS = 1 << 22  # sequences are sorted by length within so many tokens
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -211,10 +213,16 @@ def _sequences(unit: Unit, folder: Path, parameters: Parameters) -> Iterator[Seq
 def _rows(folder: Path, parameters: Parameters) -> Iterator[Sequence]:
     from stages.rows import validation
 
-    tokens_NT1, lengths = validation(folder)
-    for tokens, pieces in zip(tokens_NT1, lengths, strict=True):
-        segments = engine.segment_ids([pieces], parameters.sequence_length)[0] if parameters.reset else None
-        yield Sequence(tokens.astype(np.int32), VALIDATION, 0, segments)
+    rows = validation(folder)
+    if rows.sequence_length != parameters.sequence_length:
+        raise ValueError(
+            f"{folder} has rows of {rows.sequence_length} tokens, wanted {parameters.sequence_length}. Run the pack stage again."
+        )
+    for start in range(0, len(rows), ROWS):
+        tokens_NT1, lengths = rows.read(start, min(start + ROWS, len(rows)))
+        segments_NT = engine.segment_ids(lengths, parameters.sequence_length)
+        for tokens, segments in zip(tokens_NT1.astype(np.int32), segments_NT, strict=True):
+            yield Sequence(tokens, VALIDATION, 0, segments if parameters.reset else None)
 
 
 def _documents(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -222,7 +230,7 @@ def _documents(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for path in sorted(folder.glob("*/tokens.parquet")):
+    for path in (folder / name for name in artifact.read(folder)["files"] if name.endswith("tokens.parquet")):
         schemas.metadata(path, "tokens")
         try:
             with pq.ParquetFile(path) as file:
@@ -255,7 +263,8 @@ class Scorer:
         self.trainer = engine.trainer(model, context, device=self.device, precision=parameters.precision)
         self.trainer.load_weights(checkpoint.load(weights / "weights.safetensors")[0])
         self.batch_tokens = context.settings.get("batch_tokens", BATCH_TOKENS)
-        self.progress: dict[str, Any] = {}
+        self.progress: dict[str, Any] = {}  # which unit is being made
+        self.shown = float("-inf")
 
     def losses(self, sequences: list[Sequence], unit: Unit, solver: Solver) -> list[np.ndarray]:
         """float32 [T] of each, in order; NaN where the target is BOS. What the layers' solvers did is added to `solver`."""
@@ -272,8 +281,13 @@ class Scorer:
                 targets = sequences[index].tokens[1:]
                 nll = np.nan_to_num(nll_BT[row, : len(targets)], nan=np.inf, posinf=np.inf, neginf=-np.inf)
                 found[index] = np.where(targets == self.parameters.bos, np.float32(np.nan), nll).astype(np.float32)
-            self.context.progress(**self.progress, tokens_per_second=count / (time.perf_counter() - began))
+            self._show(count / (time.perf_counter() - began))
         return found
+
+    def _show(self, tokens_per_second: float) -> None:
+        if time.monotonic() - self.shown >= PROGRESS_SECONDS:
+            self.shown = time.monotonic()
+            self.context.progress(**self.progress, tokens_per_second=tokens_per_second)
 
 
 def batches(sequences: list[Sequence], *, longest: int, batch_tokens: int) -> Iterator[tuple[int, list[int]]]:

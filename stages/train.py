@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 WEIGHTS, HISTORY = "weights.safetensors", "history.parquet"
 ROLLBACKS = 8  # in one run
 SKIPS = 32  # in a row
+MICRO_TOKENS = 1 << 16
 PROGRESS_SECONDS = 1.0
 MEASURES = ("loss", "grad_norm", "finite")  # what a trainer's step returns besides the layers' scalars
 
@@ -91,7 +92,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone).
 
     inputs: "budget", the file packed/budgets/<budget>.json. context.settings: peak_flops (of the device, for MFU), micro_batch
-    (sequences at once; all if not given), compile. Raises Stopped when asked to stop, with a checkpoint saved.
+    (sequences at once; found out if not given), compile. Raises Stopped when asked to stop, with a checkpoint saved.
     """
     try:
         parameters = Parameters.model_validate(spec.parameters)
@@ -134,6 +135,7 @@ class Run:
         self.rolled_back: dict[int, str] = {}  # step -> why its batch is left out
         self.seconds: deque[float] = deque(maxlen=32)  # of the last steps
         self.shown = float("-inf")
+        self.micro_batch = context.settings.get("micro_batch") or at_once(parameters.batch, parameters.sequence_length)
         self.device = engine.device(context, parameters.precision)
         self.trainer, self.step, self.saved = self._trainer(), 0, -1
         self.restore()
@@ -211,14 +213,7 @@ class Run:
             return
         began = time.perf_counter()
         tokens_BT1, segments_BT = self.batches[index]
-        measured = self.trainer.step(
-            tokens_BT1,
-            learning_rate=rate,
-            segments=segments_BT,
-            targets_mask=tokens_BT1[:, 1:] != p.bos,
-            micro_batch=self.context.settings.get("micro_batch"),
-            skip_nonfinite=True,
-        )
+        measured = self._step(tokens_BT1, learning_rate=rate, segments=segments_BT, targets_mask=tokens_BT1[:, 1:] != p.bos)
         row |= {"loss": measured["loss"], "grad_norm": measured["grad_norm"]}
         row |= self._speed(time.perf_counter() - began, measured.get("cg_steps"))
         row |= {name: value for name, value in measured.items() if name not in MEASURES}
@@ -227,6 +222,24 @@ class Run:
         else:
             height = self.spikes.height(row["loss"])
             self._record(row | {"event": None if height is None else f"spike: {height:.3g} nats above the median"})
+
+    def _step(self, tokens_BT1: np.ndarray, **given: Any) -> dict[str, float]:
+        """The trainer's step, with fewer sequences at once from here on where they do not fit in memory: the gradient is the same sum."""
+        import torch
+
+        while True:
+            try:
+                return self.trainer.step(tokens_BT1, micro_batch=self.micro_batch, skip_nonfinite=True, **given)
+            except torch.OutOfMemoryError as error:
+                if self.micro_batch == 1:
+                    raise ValueError(
+                        f"One sequence of {self.parameters.sequence_length} tokens does not fit in the memory of {self.device} "
+                        f"({str(error).splitlines()[0]}). Run this cell on a larger device."
+                    ) from error
+            smaller = at_once(self.parameters.batch, self.parameters.sequence_length, below=self.micro_batch)
+            self._note(f"{self.micro_batch} sequences at once do not fit in the memory of {self.device}; going on with {smaller}.")
+            self.micro_batch = smaller
+            torch.cuda.empty_cache()
 
     def _speed(self, seconds: float, solver_steps: float | None) -> Row:
         """Tokens per second and MFU; `solver_steps` are those really taken. A multiply-add is two FLOPs; recomputation never counts."""
@@ -311,10 +324,17 @@ class Run:
             started=self.started,
             device=engine.device_name(self.device),
             kernels=kernels.chosen(),
+            micro_batch=self.micro_batch,
             resumed_from=self.resumed_from,
         )
         self.context.fence()
         artifact.write(self.out, key=key, stage=self.spec.stage, files=[WEIGHTS], inputs={"budget": self.input_digest})
+
+
+def at_once(batch: int, length: int, *, below: int | None = None) -> int:
+    """How many sequences go through the device at once: the most that divide the batch and have up to MICRO_TOKENS tokens, or are `below`."""
+    fits = [n for n in range(1, batch + 1) if batch % n == 0 and (n * length <= MICRO_TOKENS if below is None else n <= max(1, below // 2))]
+    return max(fits, default=1)
 
 
 def _open(budget: Path, spec: Spec, parameters: Parameters) -> tuple[str, Rows]:
@@ -354,7 +374,7 @@ class Batches:
     def _read(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         size = self.parameters.batch
         tokens_BT1, lengths = self.rows.read(step * size, (step + 1) * size)
-        return tokens_BT1, engine.segment_ids(lengths, self.parameters.sequence_length) if self.parameters.reset else None
+        return tokens_BT1.astype(np.int32), engine.segment_ids(lengths, self.parameters.sequence_length) if self.parameters.reset else None
 
     def __enter__(self) -> Batches:
         return self

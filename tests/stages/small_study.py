@@ -34,8 +34,8 @@ def make_packed(folder: Path, *, rows: int = 128, shard_rows: int = 48) -> Path:
     for number, first in enumerate(range(0, rows, shard_rows)):
         name, key, count = f"{number:05d}", fingerprint(["shard", number]), min(shard_rows, rows - first)
         with units.making(folder / "shards" / name, key=key, stage="pack", inputs={}) as unit:
-            schemas.write(unit / "rows.parquet", rows_table(count, number), name="packed", key=key)
-        shards.append([name, artifact.read(folder / "shards" / name)["digest"], count])
+            digest = schemas.write(unit / "rows.parquet", rows_table(count, number), name="packed", key=key)
+        shards.append([name, digest, count])
     with units.making(folder / "validation", key=key_of("validation"), stage="pack", inputs={}) as unit:
         schemas.write(unit / "rows.parquet", rows_table(9, 99), name="packed", key=key_of("validation"))
     digest = fingerprint([[digest, count] for _, digest, count in shards])

@@ -14,7 +14,19 @@ import pytest
 
 from stages import artifact, engine, evaluate, measures, schemas, train
 from stages.spec import LeaseLost, Spec, Stopped, canonical
-from tests.stages.small_study import BOS, GLA, LENGTH, MESA, VOCABULARY, context, evaluate_spec, key_of, make_packed, make_tokens, train_spec
+from tests.stages.small_study import (
+    BOS,
+    GLA,
+    LENGTH,
+    MESA,
+    VOCABULARY,
+    context,
+    evaluate_spec,
+    key_of,
+    make_packed,
+    make_tokens,
+    train_spec,
+)
 
 ROOT = Path(__file__).parents[2]
 BOOKS = [5, 30, 1, 16, 8, 9, 17, 40]
@@ -90,7 +102,11 @@ def test_losses_are_the_models(out, study):
     parameters = train_spec().parameters
     model = models.build(GLA, parameters["scale"], vocab_size=VOCABULARY)
     weights = to_arrays(checkpoint.load(study["gla"] / train.WEIGHTS)[0])
-    documents = [row["tokens"] for n in (0, 1) for row in schemas.read(study["evaluation/books"] / f"{n:05d}" / "tokens.parquet", "tokens").to_pylist()]
+    documents = [
+        row["tokens"]
+        for n in (0, 1)
+        for row in schemas.read(study["evaluation/books"] / f"{n:05d}" / "tokens.parquet", "tokens").to_pylist()
+    ]
     window = [BOS, *documents[1]][16 : 16 + 15]  # the second window of a document of 30
     logits = model.forward(weights, np.array([window[:-1]])).detach().numpy().astype(np.float64)[0]
     expected = [np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, window[1:], strict=True)]
@@ -112,7 +128,9 @@ def test_validation_follows_reset(study, tmp_path):
     do(spec_of(GLA, sets=[]), tmp_path / "plain", study)
     do(spec_of(GLA, sets=[], reset=True), tmp_path / "reset", study)
     rows = schemas.read(study["validation"] / "rows.parquet", "packed")["segments"].to_pylist()
-    for pieces, plain, reset in zip(rows, *(nlls(folder / f"validation-{LENGTH}") for folder in (tmp_path / "plain", tmp_path / "reset")), strict=True):
+    for pieces, plain, reset in zip(
+        rows, *(nlls(folder / f"validation-{LENGTH}") for folder in (tmp_path / "plain", tmp_path / "reset")), strict=True
+    ):
         first = pieces[0]
         np.testing.assert_allclose(plain["nll"][: first - 1], reset["nll"][: first - 1], rtol=1e-5)
         assert not np.allclose(plain["nll"][first:], reset["nll"][first:], rtol=1e-5)
@@ -184,7 +202,12 @@ def test_results_do_not_depend_on_the_batch_size(tmp_path, study, model, monkeyp
     spec = evaluate_spec(weights=train_spec(model=model), sets=["books", "lines"], lengths=[16])
     if model["layer"] == "attention":
         (tmp_path / "weights").mkdir()
-        train.run(train_spec(model=model, steps=3), tmp_path / "weights", {"budget": study["validation"].parent / "budgets" / "small.json"}, context()[0])
+        train.run(
+            train_spec(model=model, steps=3),
+            tmp_path / "weights",
+            {"budget": study["validation"].parent / "budgets" / "small.json"},
+            context()[0],
+        )
         study = study | {"gla": tmp_path / "weights"}
         spec = evaluate_spec(weights=train_spec(model=model, steps=3), sets=["books", "lines"], lengths=[16])
     do(spec, tmp_path / "large", study)
@@ -205,7 +228,13 @@ def test_results_do_not_depend_on_the_batch_size(tmp_path, study, model, monkeyp
 def test_only_what_is_missing_is_computed(out, study):
     assert len(do(spec_of(), out, study)) == 5
     kept = {path: path.stat().st_mtime_ns for path in out.glob("*/nll.parquet")}
-    assert do(spec_of(settings=FEW), out, study) == [f"validation-{LENGTH}-cg-1", "books-8-cg-1", "books-16-cg-1", "lines-8-cg-1", "lines-16-cg-1"]
+    assert do(spec_of(settings=FEW), out, study) == [
+        f"validation-{LENGTH}-cg-1",
+        "books-8-cg-1",
+        "books-16-cg-1",
+        "lines-8-cg-1",
+        "lines-16-cg-1",
+    ]
     assert do(spec_of(settings=FEW, lengths=[8, 16, 32], sets=["books"]), out, study) == ["books-32", "books-32-cg-1"]
     assert not list(out.glob("lines-*"))
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items() if path.exists())
@@ -312,7 +341,9 @@ def test_weights_of_another_key_are_refused(out, study):
         do(spec_of(weights=train_spec(model=MESA, seed=1)), out, study)
 
 
-@pytest.mark.parametrize("change", [{"lengths": [0]}, {"settings": {"a": {}}}, {"settings": {"a": {"step": 3}}}, {"settings": {"a/b": {"steps": 3}}}])
+@pytest.mark.parametrize(
+    "change", [{"lengths": [0]}, {"settings": {"a": {}}}, {"settings": {"a": {"step": 3}}}, {"settings": {"a/b": {"steps": 3}}}]
+)
 def test_parameters_that_make_no_sense_are_refused(out, study, change):
     with pytest.raises(ValueError, match="parameters are not valid"):
         do(spec_of(**change), out, study)
@@ -327,7 +358,12 @@ def test_alone_on_the_command_line(out, study, tmp_path):
     (tmp_path / "spec.json").write_text(canonical(spec.model_dump()))
     paths = {"weights": study["gla"], "validation": study["validation"], "evaluation/lines": study["evaluation/lines"]}
     given = [part for name, path in paths.items() for part in ("--input", f"{name}={path}")]
-    subprocess.run([sys.executable, "-m", "stages.evaluate", tmp_path / "spec.json", out, *given, "--threads", "1"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "stages.evaluate", tmp_path / "spec.json", out, *given, "--threads", "1"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     assert artifact.read(out, key=spec.key, content=True)
     do(spec, tmp_path / "here", study)
     assert artifact.read(out)["digest"] == artifact.read(tmp_path / "here")["digest"]
