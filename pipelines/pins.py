@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from pipelines.params import NAME, read
 from stages.artifact import write_atomically
-from stages.sources import Source, lock as pin_of
+from stages.sources import Source
+from stages.sources import lock as pin_of
 
 
 def lock(folder: Path) -> list[tuple[str, str | None, str]]:
@@ -21,12 +23,13 @@ def lock(folder: Path) -> list[tuple[str, str | None, str]]:
     yaml.preserve_quotes = True
     yaml.width = 10_000
     yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
     path = folder / NAME
     document = yaml.load(path.read_text())
     sources = (document.get("data") or {}).get("sources")
     if not isinstance(sources, dict) or not sources:
         raise ValueError(f"{path}: data.sources: holds no source to pin.")
-    found = []
+    found: list[tuple[str, str | None, str]] = []
     for name, value in sources.items():
         try:
             source = Source.model_validate(dict(value) | {"pin": None})
@@ -37,8 +40,6 @@ def lock(folder: Path) -> list[tuple[str, str | None, str]]:
         value["pin"] = now
         found.append((name, before, now))
     if any(before != now for _, before, now in found):
-        import io
-
         text = io.StringIO()
         yaml.dump(document, text)
         write_atomically(path, text.getvalue())

@@ -149,7 +149,7 @@ def show(plan: Plan, params: Params) -> None:
     for chip in chips:
         total, cost = sum(cell.hours[chip] for cell in todo), sum(cell.cost[chip] for cell in todo)
         console.print(f"{chip}: {hours(total)} h for the {len(todo)} cells not done, cost {cost:,.0f} at {params.accelerators[chip].utilization:.0%} of {params.accelerators[chip].flops:.3g} FLOP/s")
-    console.print(f"data: {plan.data_gib:,.3g} GiB of tokens and packed rows; cells: {sum(cell.disk_gib for cell in plan.cells):,.3g} GiB while they train")
+    console.print(f"data: {plan.data_gib:,.3g} GiB of tokens and packed rows; cells: {sum(cell.disk_gib for cell in plan.cells):,.0f} GiB if all train at once, {sum(4 * cell.parameters for cell in plan.cells) / GIB:,.0f} of weights after")
     waiting = {name: state for name, state in plan.stages.items() if state.state != "done"}
     console.print("other stages: " + ("; ".join(f"{name} {state.state} ({state.why})" for name, state in waiting.items()) or "all done"))
 
