@@ -129,7 +129,7 @@ def data_digest(path: Path) -> str:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             digest = _Digest(file.schema_arrow)
             for batch in file.iter_batches(batch_size=1024):
                 digest.update(batch)
@@ -185,7 +185,7 @@ def read(path: Path, name: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{path} is not a whole Parquet file ({error}). Delete it and run again.") from error
     metadata(path, name)
