@@ -65,10 +65,9 @@ class Cell(Strict):
 
 
 class Parameters(Analysis):
-    """What an analysis' spec holds: `analysis:`, the cells, and the length they were trained at (null: the shortest evaluated)."""
+    """What an analysis' spec holds: `analysis:` and the cells."""
 
     cells: list[Cell] = Field(min_length=1)
-    sequence_length: int | None = None
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Parameters:
@@ -92,7 +91,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     try:
         parameters = Parameters.model_validate(spec.parameters)
     except ValidationError as error:
-        raise ValueError(f"This analysis' parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise ValueError(f"This analysis' parameters are not valid ({what}); `strata run resolve` writes the spec anew.") from error
     study = Study.load(parameters, spec, inputs)
 
     files: list[str] = []
@@ -131,11 +132,12 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
 
 def metrics(study: Any, made: dict[str, Any]) -> dict[str, Any]:
     """{cell: {"loss": final training loss, "perplexity": {set: at the training length}}}; no timings, null where not finite."""
+    from stages.evaluate import TRAINED
     from stages.report.tables import rounded
 
     found: dict[str, Any] = {row["cell"]: {"loss": rounded(row["final_loss"], DIGITS), "perplexity": {}} for row in made["models"].to_pylist()}
     for row in made["perplexity"].to_pylist():
-        if row["length"] == study.length and row["setting"] == study.TRAINED:
+        if row["length"] == study.length and row["setting"] == TRAINED:
             found[row["cell"]]["perplexity"][row["set"]] = rounded(row["perplexity"], DIGITS)
     return found
 

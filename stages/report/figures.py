@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from stages.evaluate import TRAINED
 from stages.report import style
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, RAMP, Style
@@ -74,9 +75,9 @@ def _svg(figure: Figure) -> str:
 # --- the parts of a figure --------------------------------------------------------------------------------------------
 
 
-def _panels(titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0) -> tuple[Figure, list[Axes]]:
+def _panels(titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0, columns: int | None = None) -> tuple[Figure, list[Axes]]:
     """A figure of one panel a title, at most three in a row, with room for a legend of `keys` entries above several panels."""
-    columns = min(COLUMNS, len(titles)) if len(titles) != 4 else 2
+    columns = columns or (min(COLUMNS, len(titles)) if len(titles) != 4 else 2)
     lines = math.ceil(len(titles) / columns)
     each = single if len(titles) == 1 else 2.7 if columns == 2 else height
     legend = 0.0 if len(titles) == 1 else 0.12 + 0.17 * math.ceil(keys / 6)
@@ -102,7 +103,7 @@ def _legend(figure: Figure, axes: list[Axes]) -> None:
     )
 
 
-def _name_ends(ax: Axes, ends: list[tuple[float, str, str]], *, room: float = 0.16) -> None:
+def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Write each line's name at its right end, moved apart where they would overlap. ends: (last y, name, colour)."""
     low, high = ax.get_ylim()
     points = ax.get_figure().get_figheight() * 72 * 0.8  # about what the axes are high
@@ -142,8 +143,8 @@ def _log2(ax: Axes, low: float, high: float) -> None:
     ax.set_xlim(low, high)
 
 
-def _zero(ax: Axes, colour: str = INK) -> None:
-    ax.axhline(0, color=colour, linewidth=0.8, zorder=1.5)
+def _zero(ax: Axes, colour: str = INK, name: str | None = None) -> None:
+    ax.axhline(0, color=colour, linewidth=1.0 if name else 0.7, zorder=1.5, label=name)
 
 
 def _of(rows: list[Row], **wanted: Any) -> list[Row]:
@@ -160,6 +161,15 @@ def _lines(study: Study, place: tuple[str, str]) -> list[Any]:
     return sorted(cells, key=lambda cell: cell.model != study.parameters.baseline)
 
 
+def _places(study: Study, rows: list[Row]) -> tuple[list[tuple[str, str]], int | None]:
+    """The (scale, budget)s that have rows, a panel each, and the panels a row: a column a scale and a row a budget, where all are there."""
+    found = [place for place in study.places if any((row["scale"], row["budget"]) == place for row in rows)]
+    scales, budgets = (list(dict.fromkeys(place[i] for place in found)) for i in (0, 1))
+    if 1 < len(scales) <= COLUMNS and len(budgets) > 1 and len(found) == len(scales) * len(budgets):
+        return [(scale, budget) for budget in budgets for scale in scales], len(scales)
+    return found, None
+
+
 def _slug(place: tuple[str, str], study: Study) -> str:
     return f"-{place[0]}-{place[1]}" if len(study.places) > 1 else ""
 
@@ -170,19 +180,21 @@ def _slug(place: tuple[str, str], study: Study) -> str:
 def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
     """Training loss over tokens, a panel per scale and budget; the first steep part is left out."""
     rows = tables["curves"]
-    places = [place for place in study.places if any(_of(rows, cell=cell.cell) for cell in _lines(study, place))]
+    places, columns = _places(study, rows)
     if not places:
         return
-    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels))
+    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), columns=columns)
     entropy = study.parameters.unigram_entropy
     ends: list[tuple[float, str, str]] = []
     for ax, place in zip(axes, places, strict=True):
         shown, ends = [], []
+        grid = any(cell.group == "grid" for cell in _lines(study, place))  # references may leave the frame
         for cell in _lines(study, place):
             curve = _of(rows, cell=cell.cell)
             x, y = _column(curve, "tokens"), _column(curve, "loss")
             ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
-            shown.append(y[x >= 0.06 * x[-1]])
+            if cell.group == "grid" or not grid:
+                shown.append(y[x >= 0.12 * x[-1]])
             if np.isfinite(y[-1]):
                 ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
         values = np.concatenate(shown)
@@ -209,22 +221,23 @@ def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tu
 def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
     """Training loss less the baseline's on the same tokens, a panel per scale and budget."""
     rows = [row for row in tables["curves"] if row["difference"] is not None]
-    places = [place for place in study.places if any(_of(rows, cell=cell.cell) for cell in _lines(study, place))]
+    places, columns = _places(study, rows)
     if not places:
         return
-    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7)
+    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7, columns=columns)
     name = look.labels[study.parameters.baseline]
     ends: list[tuple[float, str, str]] = []
     for ax, place in zip(axes, places, strict=True):
         ends = [(0.0, name, look.colours[study.parameters.baseline])]
-        _zero(ax, look.colours[study.parameters.baseline])
+        _zero(ax, look.colours[study.parameters.baseline], name)
         shown = [np.zeros(1)]
         for cell in _lines(study, place):
             if not (curve := _of(rows, cell=cell.cell)):
                 continue
             x, y = _column(curve, "tokens"), _column(curve, "difference")
             ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model], linewidth=1.1)
-            shown.append(y[x >= 0.1 * x[-1]])
+            if cell.group == "grid":
+                shown.append(y[x >= 0.1 * x[-1]])
             ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
             ax.set_xlim(0, x[-1])
         values = np.concatenate(shown)
@@ -253,6 +266,7 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
         ends: list[tuple[float, str, str]] = []
         for ax, text in zip(axes, sets, strict=True):
             ends = [(0.0, name, look.colours[study.parameters.baseline])]
+            _zero(ax, look.colours[study.parameters.baseline], name)
             for cell in cells:
                 if not (curve := _of(those, set=text, cell=cell.cell)):
                     continue
@@ -261,7 +275,6 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
                 y = _column(curve, "difference")
                 ax.plot(x, y, color=colour, linestyle=look.dashes[cell.model], label=look.labels[cell.model])
                 ends.append((y[-1], look.labels[cell.model], colour))
-            _zero(ax, look.colours[study.parameters.baseline])
             middle = _column([row for row in those if row["set"] == text and row["position"] >= 4] or those, "difference")
             reach = 1.35 * max(0.01, float(np.nanquantile(np.abs(middle), 0.97)))
             ax.set_ylim(-reach, reach)
@@ -280,12 +293,17 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
 
 def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
     """Mean-so-far NLL on the longest evaluation of each set that goes beyond the training length."""
-    rows = _of(tables["mean_so_far"], setting=study.TRAINED)
+    rows = _of(tables["mean_so_far"], setting=TRAINED)
     for place in study.places:
         cells = _lines(study, place)
         those = [row for row in rows if (row["scale"], row["budget"]) == place and any(cell.cell == row["cell"] for cell in cells)]
-        longest = {row["set"]: max(other["length"] for other in those if other["set"] == row["set"]) for row in those}
-        reached = {text: max((row["position"] for row in those if row["set"] == text and row["length"] == length), default=0) for text, length in longest.items()}
+        longest: dict[str, int] = {}
+        reached: dict[str, int] = {}
+        for row in those:
+            longest[row["set"]] = max(row["length"], longest.get(row["set"], 0))
+        for row in those:
+            if row["length"] == longest[row["set"]]:
+                reached[row["set"]] = max(row["position"], reached.get(row["set"], 0))
         sets = [text for text in longest if reached[text] > study.length]
         if not sets:
             continue
@@ -293,7 +311,7 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
         ends: list[tuple[float, str, str]] = []
         for ax, text in zip(axes, sets, strict=True):
             ends, lows, highs = [], [], []
-            first = max(1, study.length / 8)
+            first = max(1, study.length / 4)
             for cell in cells:
                 curve = [row for row in _of(those, set=text, cell=cell.cell, length=longest[text]) if row["position"] >= first]
                 if not curve:
@@ -301,8 +319,9 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
                 y = np.exp(np.minimum(_column(curve, "nll"), 700))
                 ax.plot(_column(curve, "position"), y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
                 ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
-                lows.append(np.nanmin(y))
-                highs.append(np.nanmax(y))
+                if cell.group == "grid" or not lows:
+                    lows.append(np.nanmin(y))
+                    highs.append(np.nanmax(y))
             ax.axvline(study.length, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
             ax.annotate("trained", (study.length, 1), xycoords=("data", "axes fraction"), xytext=(-2, -2), textcoords="offset points", ha="right", va="top", color=FAINT, size=7)
             low, high = min(lows), min(max(highs), 2.2 * min(lows))
@@ -375,25 +394,41 @@ def _cg_figure(
     figure = Figure(figsize=(WIDTH, 2.75), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    for row in rows:
+    reach = max((row[against] for row in rows if row[against] is not None), default=0)
+    for number, row in enumerate(rows):
         x, y = row[against], row["difference"]
         if x is None or not math.isfinite(x):
             continue
         error = [[max(0.0, y - row["low"])], [max(0.0, row["high"] - y)]] if row["low"] is not None else None
         left.errorbar([x], [y], error, fmt="o", color=colours[row[key]], markersize=4.5, elinewidth=0.9, capsize=0)
-        left.annotate(labels(row), (x, y), xytext=(5, 4), textcoords="offset points", size=7, color=colours[row[key]])
+        crowded = number + 1 < len(rows) and rows[number + 1][against] is not None and rows[number + 1][against] - x < 0.25 * reach
+        side = {"xytext": (-5, -3), "ha": "right", "va": "top"} if crowded else {"xytext": (5, 3), "ha": "left", "va": "bottom"}
+        left.annotate(labels(row), (x, y), textcoords="offset points", size=7, color=colours[row[key]], **side)
     _zero(left)
     left.set_xlabel("CG steps taken, mean" if key == "setting" else "CG steps in training")
     left.set_ylabel("NLL minus trained (nats)" if key == "setting" else "NLL minus reference (nats)")
-    left.margins(x=0.16, y=0.16)
-    left.set_title("in all")
+    left.margins(x=0.22, y=0.16)
+    left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if key == "setting":  # from nothing to everything: three orders of magnitude
+        for ax in (left, right):
+            ax.set_yscale("symlog", linthresh=1e-3, linscale=0.6)
+            ax.yaxis.set_major_locator(FixedLocator([sign * 10.0**power for power in range(-3, 2) for sign in (-1, 1)] + [0.0]))
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+        low, high = min([0.0, *(row["difference"] for row in rows)]), max([0.0, *(row["difference"] for row in rows)])
+        left.set_ylim(min(2 * low, -1e-3), max(2.5 * high, 1e-3))
+    left.set_title("over all tokens")
+    ends: list[tuple[float, str, str]] = []
     for row in rows:
-        curve = _of(curves, **{key: row[key]})
-        value = "mean_so_far" if key == "setting" else "difference"
-        right.plot(_column(curve, "last" if key == "setting" else "position"), _column(curve, value), color=colours[row[key]], label=labels(row))
+        curve = [point for point in _of(curves, **{key: row[key]}) if point["last"] >= 4]
+        if not curve:
+            continue
+        y = _column(curve, "mean_so_far" if key == "setting" else "difference")
+        right.plot(_column(curve, "last" if key == "setting" else "position"), y, color=colours[row[key]])
+        ends.append((y[-1], labels(row), colours[row[key]]))
     _zero(right)
-    _log2(right, 1, max((row["last"] for row in curves), default=2))
+    _log2(right, 4, max([8, *(row["last"] for row in curves)]))
     right.set_title("mean so far" if key == "setting" else "by position")
     right.set_xlabel("tokens so far" if key == "setting" else "position in the sequence")
-    right.legend(loc="upper right", ncols=2, fontsize=7, handlelength=1.4)
+    _name_ends(right, ends)
     yield name, figure, f"{caption}: NLL difference on {text} at length {style.binary(length)}. Zero is no loss."

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stages.evaluate import TRAINED
 from stages.report.study import Study
 
 DATA = Path(__file__).parents[1] / "data"
@@ -54,7 +55,7 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
         cell = run.cell
         where = tuple(key(name) for name in (cell.scale, cell.budget, cell.model))
         those = [row for row in theirs if tuple(_plain(row[name]) for name in ("scale", "budget", "model")) == where]
-        ours = {(key(row["set"]), row["length"]): row for row in run.perplexity if row["setting"] == study.TRAINED}
+        ours = {(key(row["set"]), row["length"]): row for row in run.perplexity if row["setting"] == TRAINED}
         for row in those:
             found = ours.get((_plain(row["set"]), row["length"]))
             value = _mean(row, those, ours) if row["set"] == MEAN else found["perplexity"] if found else None

@@ -14,7 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from stages.report import style
+from stages.evaluate import TRAINED
+from stages.report import ledger, style
 from stages.report.figures import Drawing
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, Style
@@ -23,6 +24,7 @@ Row = dict[str, Any]
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "report.html"
 SHOWN = 12  # characters of a key
+WIDEST = 9  # columns of numbers in a table
 
 
 def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -> str:
@@ -69,7 +71,7 @@ class Page:
         tokens = " or ".join(dict.fromkeys(style.count(row["tokens"]) for row in models))
         flops = math.fsum(row["flops"] for row in models)
         lengths = f", at length {style.binary(study.length)}" if study.length else ""
-        seen = f"Each trained on {tokens} tokens{lengths}; {flops:.2g} FLOPs of training in all.".replace("e+", "e")
+        seen = f"Each trained on {tokens} tokens{lengths}; {style.power(flops)} FLOPs of training in all."
         lines = [trained, seen.replace(" or ", ", ", max(0, len(budgets) - 2))]
         if best := self._best():
             lines.append(best)
@@ -112,7 +114,7 @@ class Page:
             losses, scores = [row["final_loss"] for row in rows], [perplexity.get(row["cell"]) for row in rows]
             lines = []
             for row, loss, score in zip(rows, _best_bold(losses, "{:.3f}".format), _best_bold(scores, style.perplexity), strict=True):
-                line = [self._model(row), style.count(row["parameters"]), style.count(row["tokens"]), style.count(row["flops"])]
+                line = [self._model(row), style.count(row["parameters"]), style.count(row["tokens"]), style.power(row["flops"])]
                 line += [str(row["steps"]) if row["steps"] is not None else "–"] if ("CG steps", "") in head else []
                 lines.append((line + [loss] + ([score] if perplexity else []), row["group"] == "references"))
             title = escape(style.place(scale, budget)) + (": training sweep over CG steps" if sweep else "")
@@ -123,28 +125,36 @@ class Page:
         return parts
 
     def perplexity(self) -> list[str]:
-        """A table a length, a column a set; the best of each scale and budget in bold."""
-        lengths = sorted({row["length"] for row in self.tables["perplexity"] if row["setting"] == self.study.TRAINED})
+        """Columns by length and set, as many lengths a table as fit; the best of each scale and budget in bold."""
+        lengths = sorted({row["length"] for row in self.tables["perplexity"] if row["setting"] == TRAINED})
+        blocks = [block for length in lengths if (block := self._block(length))["columns"]]
         parts: list[str] = []
-        for length in lengths:
-            rows = self._trained(length)
-            sets = list(dict.fromkeys(row["set"] for row in rows))
-            means = self._means(rows) if len(sets) > 1 else {}
-            value = {(row["cell"], row["set"]): row["perplexity"] for row in rows}
+        for those in _filled(blocks, WIDEST):
+            cells = [row for row in self.compared if any(row["cell"] in column for block in those for column in block["columns"].values())]
             groups = []
-            for (scale, budget), cells in _grouped([row for row in self.compared if any(r["cell"] == row["cell"] for r in rows)], lambda row: (row["scale"], row["budget"])):
-                columns = [_best_bold([value.get((cell["cell"], text)) for cell in cells], style.perplexity) for text in sets]
-                columns += [_best_bold([means.get(cell["cell"]) for cell in cells], style.perplexity)] if means else []
-                lines = [([self._model(cell), *line], cell["group"] == "references") for cell, line in zip(cells, zip(*columns, strict=True), strict=True)]
+            for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
+                columns = [_best_bold([column.get(cell["cell"]) for cell in group], style.perplexity) for block in those for column in block["columns"].values()]
+                lines = [([self._model(cell), *line], cell["group"] == "references") for cell, line in zip(group, zip(*columns, strict=True), strict=True)]
                 groups.append((escape(style.place(scale, budget)), lines))
-            trained = " (the training length)" if length == self.study.length and len(lengths) > 1 else ""
-            head = [("model", "left"), *((text, "") for text in sets), *([("mean", "mean")] if means else [])]
-            parts.append(_table(head, groups, caption=f"Length {style.binary(length)}{trained}"))
+            head, over = [("model", "left")], [("", 1)]
+            for block in those:
+                head += [(text, "first" if i == 0 and len(over) > 1 else "") for i, text in enumerate(block["columns"])]
+                over.append((block["title"], len(block["columns"])))
+            alone = len(those) == 1
+            parts.append(_table(head, groups, caption=those[0]["title"].capitalize() if alone else "", over=() if alone else over))
         if not parts:
             return []
-        mean = " The mean is over the sets beside it." if any("mean" in part for part in parts) else ""
+        mean = " The mean is over the sets to its left." if any("mean" in block["columns"] for block in blocks) else ""
         best = "Lower is better; the best of each group is bold." if len(self.compared) > 1 else "Lower is better."
-        return [_h2("Perplexity by set and length"), f'<p class="note">exp of the mean loss over all tokens. {best}{mean}</p>', *parts]
+        return [_h2("Perplexity by set and length"), f'<p class="note">The exponential of the mean loss over all tokens of a set. {best}{mean}</p>', *parts]
+
+    def _block(self, length: int) -> dict[str, Any]:
+        """The columns of one length: title, and columns set -> {cell: perplexity}, the mean over sets last where there are several."""
+        rows = self._trained(length)
+        columns = {text: {row["cell"]: row["perplexity"] for row in those} for text, those in _grouped(rows, lambda row: row["set"])}
+        if len(columns) > 1:
+            columns["mean"] = self._means(rows)
+        return {"title": f"length {style.binary(length)}" + (" (trained)" if length == self.study.length else ""), "columns": columns}
 
     def throughput(self) -> list[str]:
         rows = [row for row in self.tables["throughput"] if row["tokens_per_second"] is not None]
@@ -173,7 +183,7 @@ class Page:
         rows = [row for row in self.tables["ledger"] if row["status"] == "run"]
         if not rows:
             return [_h2("Beside the paper"), "<p>No cell here is one of the paper’s own (its models, scales and budgets, on its sets), so no figure is set beside it.</p>"]
-        parts = [_h2("Beside the paper"), '<p class="note">Ours, then ours minus the paper’s printed perplexity.</p>']
+        parts = [_h2("Beside the paper"), '<p class="note">Our perplexity and, smaller, ours minus the one that the paper prints.</p>']
         for length, those in _grouped(rows, lambda row: row["length"]):
             sets = list(dict.fromkeys(row["set"] for row in those))
             value = {(row["cell"], row["set"]): row for row in those}
@@ -182,13 +192,10 @@ class Page:
             for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
                 lines = []
                 for cell in group:
-                    line: list[Any] = [self._model(cell)]
-                    for text in sets:
-                        row = value.get((cell["cell"], text))
-                        line += [style.perplexity(row["ours"]), _signed(row["difference"])] if row else ["–", ""]
-                    lines.append((line, False))
+                    found = [value.get((cell["cell"], text)) for text in sets]
+                    lines.append(([self._model(cell), *(_beside(row) if row else "–" for row in found)], cell["group"] == "references"))
                 groups.append((escape(style.place(scale, budget)), lines))
-            head = [("model", "left"), *(item for text in sets for item in ((text, ""), ("− paper", "")))]
+            head = [("model", "left"), *(("mean" if text == ledger.MEAN else text, "") for text in sets)]
             parts.append(_table(head, groups, caption=f"Length {style.binary(length)}"))
         if missing := sum(row["status"] != "run" for row in self.tables["ledger"]):
             parts.append(f'<p class="note">{_number(missing, "figure")} that the paper prints for these cells {"was" if missing == 1 else "were"} not run here; they are in <code>tables/ledger.parquet</code>.</p>')
@@ -206,49 +213,59 @@ class Page:
         return self._section("Beyond the training length", "extrapolation")
 
     def cg(self) -> list[str]:
-        return self._section("Conjugate gradient steps", "cg_") + self._cg_table()
-
-    def _cg_table(self) -> list[str]:
-        """Steps really taken and what they cost, over all sets at the training length."""
-        rows = [row for row in self.tables["cg_sweep"] if row["length"] == self.study.length]
-        parts = []
-        for kind, caption in (("inference", "inference settings, against the cell as trained"), ("training", "steps in training, against the grid’s cell")):
-            those = [row for row in rows if row["kind"] == kind]
-            sets = list(dict.fromkeys(row["set"] for row in those))
-            if not those:
+        """Other solves at inference, on the costliest cell, and other caps in training: a figure and a table each."""
+        parts: list[str] = []
+        for kind, title in (("inference", "Solved otherwise than in training"), ("training", "Trained with other caps")):
+            rows = [row for row in self.tables["cg_sweep"] if row["kind"] == kind]
+            shown = [name for name in self.drawn if name.startswith(f"cg_{kind}-")]
+            if not rows or not shown:
                 continue
-            label = "setting" if kind == "inference" else "trained with"
-            head = [(label, "left"), ("steps taken", ""), *((text, "") for text in sets)]
-            groups = []
-            for reference, group in _grouped(those, lambda row: row["reference"]):
-                lines = []
-                for _, same in _grouped(group, lambda row: (row["cell"], row["setting"])):
-                    taken = [row["steps_taken"] for row in same if row["steps_taken"] is not None]
-                    difference = {row["set"]: row["difference"] for row in same}
-                    name = same[0]["setting"] if kind == "inference" else f"{same[0]['steps']} steps" if same[0]["steps"] is not None else same[0]["model"]
-                    mean = f"{math.fsum(taken) / len(taken):.1f}" if taken else "–"
-                    lines.append(([escape(name), mean, *(style.signed(difference.get(text), 4) for text in sets)], False))
-                groups.append((escape(reference), lines))
-            parts.append(_table(head, groups, caption=f"NLL difference (nats per token) of {caption}, at length {style.binary(self.study.length)}"))
-        return parts
+            costliest = max(shown, key=lambda name: self.cell[name.removeprefix(f"cg_{kind}-")]["flops"])
+            parts += [f"<h3>{title}</h3>", self._figure(costliest)]
+            parts += self._cg_table(kind, [row for row in rows if row["length"] == self.study.length])
+            if len(shown) > 1:
+                parts.append(f'<p class="note">The same figure of the other cells is in <code>figures/cg_{kind}-*.png</code>.</p>')
+        return [_h2("Conjugate gradient steps"), *parts] if parts else []
+
+    def _cg_table(self, kind: str, rows: list[Row]) -> list[str]:
+        """Steps really taken and what they cost, over all sets at one length."""
+        if not rows:
+            return []
+        sets = list(dict.fromkeys(row["set"] for row in rows))
+        head = [("setting" if kind == "inference" else "trained with", "left"), ("steps taken", ""), *((text, "") for text in sets)]
+        groups = []
+        for reference, group in _grouped(rows, lambda row: row["reference"]):
+            lines = []
+            for _, same in _grouped(group, lambda row: (row["cell"], row["setting"])):
+                taken = [row["steps_taken"] for row in same if row["steps_taken"] is not None]
+                difference = {row["set"]: row["difference"] for row in same}
+                name = same[0]["setting"] if kind == "inference" else f"{same[0]['steps']} steps" if same[0]["steps"] is not None else same[0]["model"]
+                mean = f"{math.fsum(taken) / len(taken):.1f}" if taken else "–"
+                lines.append(([escape(name), mean, *(style.signed(difference.get(text), 4) for text in sets)], False))
+            groups.append((escape(reference), lines))
+        against = "the cell as trained" if kind == "inference" else "the grid’s cell"
+        return [_table(head, groups, caption=f"NLL minus that of {against} (nats per token), length {style.binary(self.study.length)}")]
 
     def _section(self, title: str, prefix: str) -> list[str]:
-        found = {name: drawing for name, drawing in self.drawn.items() if name.startswith(prefix)}
+        found = [name for name in self.drawn if name.startswith(prefix)]
         parts = [_h2(title)] if found else []
         places = {f"-{scale}-{budget}": style.place(scale, budget) for scale, budget in self.study.places}
-        for name, drawing in found.items():
+        for name in found:
             parts += [f"<h3>{escape(text)}</h3>" for end, text in places.items() if name == f"{prefix}{end}"]
-            caption = escape(drawing.caption)
-            parts.append(f'<figure id="{escape(name)}"><div>{_inline(drawing.svg, name, caption)}</div><figcaption>{caption}</figcaption></figure>')
+            parts.append(self._figure(name))
         return parts
+
+    def _figure(self, name: str) -> str:
+        caption = escape(self.drawn[name].caption)
+        return f'<figure id="{escape(name)}"><div>{_inline(self.drawn[name].svg, name, caption)}</div><figcaption>{caption}</figcaption></figure>'
 
     # --- how it was made ------------------------------------------------------------------------------------------
 
     def made_from(self) -> list[str]:
         spec = self.study.spec
-        versions = ", ".join(f"{name} {version}" for name, version in sorted(spec.versions.items()))
+        versions = ", ".join(f"{name} version {version}" for name, version in sorted(spec.versions.items()))
         numbers = self.study.parameters
-        said = f"Analysis <code>{spec.key[:SHOWN]}</code> (version of {escape(versions)}), from the cells below and nothing else. "
+        said = f"Analysis <code>{spec.key[:SHOWN]}</code> ({escape(versions)}), from the cells below and nothing else. "
         said += f"Loss curves and final losses are means over {numbers.smoothing:.0%} of a run; intervals are from {numbers.bootstrap} resamples of sequences, seed {numbers.seed}. "
         said += "Every number here is in <code>tables/*.parquet</code> beside this page."
         lines = [
@@ -262,7 +279,7 @@ class Page:
     def _trained(self, length: int | None, *, swept: bool = False) -> list[Row]:
         """Perplexities at a length of the cells that are compared (swept: of all), solved as in training."""
         cells = {row["cell"] for row in (self.tables["models"] if swept else self.compared)}
-        return [row for row in self.tables["perplexity"] if row["length"] == length and row["setting"] == self.study.TRAINED and row["cell"] in cells]
+        return [row for row in self.tables["perplexity"] if row["length"] == length and row["setting"] == TRAINED and row["cell"] in cells]
 
     def _means(self, rows: list[Row]) -> dict[str, float | None]:
         """cell -> plain mean of its perplexities over all sets of these rows; None where it lacks one."""
@@ -286,17 +303,21 @@ class _Cell(str):
         return made
 
 
-def _table(head: Sequence[tuple[str, str]], groups: Iterable[tuple[str, list[tuple[list[str], bool]]]], *, caption: str = "") -> str:
-    """A table of groups (title, lines); a line is its cells and whether it is a reference, shown quietly. One untitled group has no title row."""
+def _table(head: Sequence[tuple[str, str]], groups: Iterable[tuple[str, list[tuple[list[str], bool]]]], *, caption: str = "", over: Sequence[tuple[str, int]] = ()) -> str:
+    """A table of groups (title, lines); a line is its cells and whether it is a reference, shown quietly. A single group has no title row.
+
+    head: (title, class) of the columns. over: (title, columns) of a row above it.
+    """
     groups = list(groups)
     titles = len(groups) > 1
     top = "".join(f'<th class="{kind}">{escape(text)}</th>' if kind else f"<th>{escape(text)}</th>" for text, kind in head)
     parts = [f"<caption>{escape(caption if titles or not groups or not groups[0][0] else _joined(caption, groups[0][0]))}</caption>" if caption else ""]
-    parts.append(f"<thead><tr>{top}</tr></thead>")
+    above = "".join(f'<th colspan="{span}"{" class=over" if text else ""}>{escape(text)}</th>' for text, span in over)
+    parts.append(f"<thead>{f'<tr>{above}</tr>' if above else ''}<tr>{top}</tr></thead>")
     for title, lines in groups:
         body = [f'<tr><th colspan="{len(head)}">{title}</th></tr>'] if titles else []
         for cells, quiet in lines:
-            marked = [(cell, cell.kind if isinstance(cell, _Cell) else kind if kind in ("left", "mean") else "") for cell, (_, kind) in zip(cells, head, strict=True)]
+            marked = [(cell, cell.kind if isinstance(cell, _Cell) else kind) for cell, (_, kind) in zip(cells, head, strict=True)]
             row = "".join(f'<td class="{kind}">{cell}</td>' if kind else f"<td>{cell}</td>" for cell, kind in marked)
             body.append(f'<tr class="quiet">{row}</tr>' if quiet else f"<tr>{row}</tr>")
         parts.append(f"<tbody>{''.join(body)}</tbody>")
@@ -321,9 +342,8 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _signed(value: float | None) -> str:
-    text = style.signed(value, 2)
-    return f'<span class="better">{text}</span>' if value is not None and value < -0.005 else text
+def _beside(row: Row) -> str:
+    return f"{style.perplexity(row['ours'])}<small>{style.signed(row['difference'], 2)}</small>"
 
 
 def _best_bold(values: list[float | None], show: Any) -> list[str]:
@@ -332,6 +352,17 @@ def _best_bold(values: list[float | None], show: Any) -> list[str]:
     best = show(min(finite)) if len(finite) > 1 else None
     texts = ["–" if value is None else show(value) for value in values]
     return [f"<b>{text}</b>" if text == best else text for text in texts]
+
+
+def _filled(blocks: list[dict[str, Any]], most: int) -> list[list[dict[str, Any]]]:
+    """Blocks of columns in tables of at most `most` columns; a wider block stands alone."""
+    tables: list[list[dict[str, Any]]] = []
+    for block in blocks:
+        if tables and sum(len(other["columns"]) for other in tables[-1]) + len(block["columns"]) <= most:
+            tables[-1].append(block)
+        else:
+            tables.append([block])
+    return tables
 
 
 def _grouped(rows: list[Row], key: Any) -> list[tuple[Any, list[Row]]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from stages import artifact, schemas
+from stages.evaluate import TRAINED, VALIDATION
 from stages.spec import Spec
 
 if TYPE_CHECKING:
@@ -37,14 +39,16 @@ class Run:
     def has(self, text: str, length: int, setting: str) -> bool:
         return any((row["set"], row["length"], row["setting"]) == (text, length, setting) for row in self.perplexity)
 
-    def nlls(self, text: str, length: int, setting: str = "") -> list[np.ndarray]:
-        """The losses of every sequence of a set, in the set's order: float32, NaN where not scored."""
+    def nlls(self, text: str, length: int, setting: str = TRAINED, *, from_start: bool = False) -> list[np.ndarray]:
+        """The losses of a set's sequences in the set's order: float32, NaN where not scored. from_start: only those at their document's start."""
         table = schemas.read(self._unit(text, length, setting) / "nll.parquet", "nll").sort_by("sequence")
+        if from_start:
+            table = table.filter(pc.equal(table["start"], 0))
         values, offsets = (lambda lists: (lists.flatten().to_numpy(), lists.offsets.to_numpy()))(table["nll"].combine_chunks())
         return np.split(values, (offsets - offsets[0])[1:-1]) if table.num_rows else []
 
-    def positions(self, text: str, length: int, setting: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """(nll_sum [L], count [L]) of a set by position."""
+    def positions(self, text: str, length: int, setting: str = TRAINED) -> tuple[np.ndarray, np.ndarray]:
+        """(nll_sum [L], count [L]) of a set by position, over the sequences at their document's start."""
         table = schemas.read(self._unit(text, length, setting) / "positions.parquet", "positions").sort_by("position")
         return table["nll_sum"].to_numpy(), table["count"].to_numpy()
 
@@ -55,8 +59,6 @@ class Run:
 @dataclass(frozen=True)
 class Study:
     """All runs, in the spec's order."""
-
-    TRAINED: ClassVar[str] = ""  # the setting that is none: solved as in training
 
     parameters: Parameters
     spec: Spec
@@ -73,11 +75,13 @@ class Study:
                 if name not in spec.inputs or name not in inputs:
                     raise ValueError(f"The spec lists cell {cell.cell!r} but not its input {name!r}; `strata run resolve` writes the spec anew.")
             facts = schemas.metadata(inputs[history], "history")
+            if facts["strata.digest"] != schemas.data_digest(inputs[history]):
+                raise ValueError(f"{inputs[history]} does not hold the data that was recorded. Delete it and train {cell.cell} again: its weights are kept.")
             if facts["strata.key"] != spec.inputs[history]:
                 found, wanted = facts["strata.key"][:12], spec.inputs[history][:12]
                 raise ValueError(f"{inputs[history]} was made under key {found}, wanted {wanted}: it belongs to other parameters. Train {cell.cell} again.")
             digests[history] = facts["strata.digest"]
-            digests[evaluation] = artifact.read(inputs[evaluation], key=spec.inputs[evaluation])["digest"]
+            digests[evaluation] = artifact.read(inputs[evaluation], key=spec.inputs[evaluation], content=True)["digest"]
             columns = schemas.read(inputs[history], "history")
             runs.append(
                 Run(
@@ -101,12 +105,13 @@ class Study:
 
     @property
     def length(self) -> int | None:
-        """The length that the cells were trained at."""
-        return self.parameters.sequence_length or min((row["length"] for run in self.runs for row in run.perplexity), default=None)
+        """The length that the cells were trained at: that of the packed validation rows; the shortest evaluated where these were not."""
+        rows = [row for run in self.runs for row in run.perplexity]
+        return min((row["length"] for row in rows if row["set"] == VALIDATION), default=min((row["length"] for row in rows), default=None))
 
     def evaluated(self, runs: list[Run]) -> list[tuple[str, int]]:
         """(set, length) that some run was evaluated on as trained, in the evaluations' order, short lengths first."""
-        found = dict.fromkeys((row["set"], row["length"]) for run in runs for row in run.perplexity if row["setting"] == self.TRAINED)
+        found = dict.fromkeys((row["set"], row["length"]) for run in runs for row in run.perplexity if row["setting"] == TRAINED)
         return sorted(found, key=lambda item: item[1])
 
     def baseline(self, run: Run) -> Run | None:

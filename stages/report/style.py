@@ -65,16 +65,20 @@ class Style:
 
 
 def count(value: float | None) -> str:
-    """A count with a metric prefix and three digits: 146M, 15.0B, 3.2e21."""
+    """A count with a metric prefix and three digits: 146M, 15.0B."""
     if value is None or not math.isfinite(value):
         return "–"
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * size:
-            if abs(value) >= 1e15:
-                return f"{value:.2e}".replace("e+", "e")
             scaled = value / size
             return f"{scaled:.{0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2}f}{letter}"
     return f"{value:.3g}"
+
+
+def power(value: float) -> str:
+    """A huge count as HTML: 1.90 × 10^13."""
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{digits} × 10<sup>{int(exponent)}</sup>"
 
 
 def tick(value: float) -> str:
@@ -101,7 +105,10 @@ def perplexity(value: float | None) -> str:
 
 def signed(value: float | None, digits: int = 3) -> str:
     """With its sign; a true minus."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:+.{digits}f}".replace("-", "−")
+    if value is None or not math.isfinite(value):
+        return "–"
+    text = f"{value:+.{digits}f}"
+    return text.replace("-", "−") if float(text) else text[1:]
 
 
 def duration(seconds: float | None) -> str:

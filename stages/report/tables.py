@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages import measures
+from stages.evaluate import TRAINED
 from stages.report import ledger
 from stages.report.study import Run, Study
 
@@ -41,9 +42,15 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def edges(length: int, per_octave: int) -> np.ndarray:
-    """Rising edges of position bins from 1 to length + 1: about `per_octave` bins per doubling, each at least one position wide."""
-    found = np.floor(2.0 ** (np.arange(1 + math.ceil(math.log2(length + 1)) * per_octave) / per_octave)).astype(np.int64)
-    return np.unique(np.append(found[found <= length], length + 1))
+    """Rising edges of position bins from 1 to length + 1: about `per_octave` bins per doubling, each at least one position wide.
+
+    What is left at the end joins the bin before it where it is at most half as wide.
+    """
+    found = np.unique(np.floor(2.0 ** (np.arange(math.ceil(math.log2(length + 1)) * per_octave + 1) / per_octave)).astype(np.int64))
+    found = found[found <= length]
+    if len(found) > 1 and 2 * (length + 1 - found[-1]) <= found[-1] - found[-2]:
+        found = found[:-1]
+    return np.append(found, length + 1)
 
 
 def _window(study: Study, run: Run) -> int:
@@ -116,8 +123,7 @@ def perplexity(study: Study) -> pa.Table:
     return _table(
         (
             run.names
-            | {name: row[name] for name in ("set", "length", "setting", "perplexity", "tokens")}
-            | {"nll": math.log(row["perplexity"]) if row["perplexity"] and row["perplexity"] > 0 else None}
+            | {name: row[name] for name in ("set", "length", "setting", "perplexity", "nll", "tokens")}
             for run in study.runs
             for row in run.perplexity
         ),
@@ -127,7 +133,8 @@ def perplexity(study: Study) -> pa.Table:
 
 def _difference(study: Study, ours: list[np.ndarray], theirs: list[np.ndarray], bins: np.ndarray) -> Iterator[Row]:
     """Rows first, last, position, difference, low, high of the bins in which something is scored."""
-    found = measures.position_difference(ours, theirs, samples=study.parameters.bootstrap, seed=study.parameters.seed, bins=bins)
+    with np.errstate(invalid="ignore"):  # infinite losses, of a model that failed there
+        found = measures.position_difference(ours, theirs, samples=study.parameters.bootstrap, seed=study.parameters.seed, bins=bins)
     for i in np.flatnonzero(np.isfinite(found["difference"])):
         yield {"first": bins[i], "last": bins[i + 1] - 1} | {name: values[i] for name, values in found.items()}
 
@@ -136,19 +143,22 @@ DIFFERENCE = {"first": pa.int64(), "last": pa.int64()} | dict.fromkeys(("positio
 
 
 def positions(study: Study) -> pa.Table:
-    """NLL by position less the baseline's (MesaNet Eq. 56), in log-spaced bins of positions first..last, with 95 % bootstrap intervals."""
+    """NLL by position less the baseline's (MesaNet Eq. 56), in log-spaced bins of positions first..last, with 95 % bootstrap intervals.
+
+    Over the sequences that start at their document's start, as an evaluation's own positions are.
+    """
 
     def rows() -> Iterator[Row]:
         for baseline in study.compared:
             others = [run for run in study.compared if study.baseline(run) is baseline]
             for text, length in study.evaluated([baseline]):
-                those = [run for run in others if run.has(text, length, study.TRAINED)]
-                theirs = baseline.nlls(text, length) if those else []
+                those = [run for run in others if run.has(text, length, TRAINED)]
+                theirs = baseline.nlls(text, length, from_start=True) if those else []
                 if not theirs:
                     continue
                 bins = edges(max(map(len, theirs)), study.parameters.bins_per_octave)
                 for run in those:
-                    for row in _difference(study, run.nlls(text, length), theirs, bins):
+                    for row in _difference(study, run.nlls(text, length, from_start=True), theirs, bins):
                         yield run.names | {"set": text, "length": length} | row
 
     return _table(rows(), NAMES | WHERE | DIFFERENCE)
@@ -173,20 +183,20 @@ def mean_so_far(study: Study) -> pa.Table:
 # --- conjugate gradient ---------------------------------------------------------------------------------------------
 
 
-def _cg_pairs(study: Study) -> Iterator[tuple[Row, list[np.ndarray], list[np.ndarray], Row]]:
-    """(columns, losses, losses compared with, the perplexity row) of every inference setting and every cell of the training sweep."""
+def _cg_pairs(study: Study) -> Iterator[tuple[Row, Run, Run, Row]]:
+    """(columns, run, run compared with as trained, the perplexity row) of every inference setting and every cell of the training sweep."""
     for run in study.runs:
         reference = study.trained_with_all_steps(run) if run.cell.group == "sweep" else None
         for row in run.perplexity:
             text, length, setting = row["set"], row["length"], row["setting"]
-            if setting and run.has(text, length, study.TRAINED):
+            if setting and run.has(text, length, TRAINED):
                 kind, other = "inference", run
-            elif not setting and reference is not None and reference.has(text, length, study.TRAINED):
+            elif not setting and reference is not None and reference.has(text, length, TRAINED):
                 kind, other = "training", reference
             else:
                 continue
             names = {"kind": kind, **run.names, "reference": other.cell.cell, "set": text, "length": length, "setting": setting}
-            yield names | {"steps": run.cell.steps}, run.nlls(text, length, setting), other.nlls(text, length), row
+            yield names | {"steps": run.cell.steps}, run, other, row
 
 
 CG = {"kind": pa.string(), **NAMES, "reference": pa.string(), **WHERE, "setting": pa.string(), "steps": pa.int64()}
@@ -199,10 +209,10 @@ def cg_sweep(study: Study) -> pa.Table:
     """
 
     def rows() -> Iterator[Row]:
-        for names, ours, theirs, row in _cg_pairs(study):
-            whole = np.array([1, max(map(len, theirs)) + 1]) if theirs else None
-            for difference in _difference(study, ours, theirs, whole) if theirs else ():
-                yield names | {name: row[name] for name in ("steps_taken", "residual")} | {"nll": math.log(row["perplexity"])} | difference
+        for names, run, other, row in _cg_pairs(study):
+            text, length, setting = names["set"], names["length"], names["setting"]
+            for difference in _difference(study, run.nlls(text, length, setting), other.nlls(text, length), np.array([1, length + 1])):
+                yield names | {name: row[name] for name in ("steps_taken", "residual", "nll")} | difference
 
     kinds = dict.fromkeys(("steps_taken", "residual", "nll", "difference", "low", "high"), pa.float64())
     return _table(rows(), CG | kinds)
@@ -212,11 +222,13 @@ def cg_positions(study: Study) -> pa.Table:
     """The same differences by position. mean_so_far: the difference of the mean NLL of the first `last` tokens (MesaNet Fig. 5)."""
 
     def rows() -> Iterator[Row]:
-        for names, ours, theirs, _ in _cg_pairs(study):
-            if not theirs:
+        for names, run, other, _ in _cg_pairs(study):
+            text, length, setting = names["set"], names["length"], names["setting"]
+            so_far = measures.mean_so_far(*run.positions(text, length, setting)) - measures.mean_so_far(*other.positions(text, length))
+            if not len(so_far):
                 continue
-            so_far = measures.mean_so_far(*measures.by_position(ours)) - measures.mean_so_far(*measures.by_position(theirs))
-            for row in _difference(study, ours, theirs, edges(max(map(len, theirs)), study.parameters.bins_per_octave)):
+            ours, theirs = run.nlls(text, length, setting, from_start=True), other.nlls(text, length, from_start=True)
+            for row in _difference(study, ours, theirs, edges(len(so_far), study.parameters.bins_per_octave)):
                 yield names | row | {"mean_so_far": so_far[row["last"] - 1]}
 
     return _table(rows(), CG | DIFFERENCE | {"mean_so_far": pa.float64()})

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
 from stages import artifact, measures, schemas, units
 from stages.analyze import Analysis
 from stages.spec import Spec
@@ -103,7 +104,8 @@ def write_evaluation(out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int,
         )
     schema = schemas.schema("perplexity")
     schemas.write(out / "perplexity.parquet", pa.Table.from_pylist(rows, schema), name="perplexity", key=made_by)
-    artifact.write(out, key=made_by, stage="evaluate", files=["perplexity.parquet"], inputs={})
+    files = [str(path.relative_to(out)) for path in out.rglob("*.parquet")]
+    artifact.write(out, key=made_by, stage="evaluate", files=files, inputs={})
 
 
 def write_study(root: Path, cells: list[dict[str, Any]], *, sets: dict[str, list[int]], sweep_on: str | None = None) -> None:
