@@ -267,7 +267,7 @@ class Page:
         numbers = self.study.parameters
         said = f"Analysis <code>{spec.key[:SHOWN]}</code> ({escape(versions)}), from the cells below and nothing else. "
         said += f"Loss curves and final losses are means over {numbers.smoothing:.0%} of a run; intervals are from {numbers.bootstrap} resamples of sequences, seed {numbers.seed}. "
-        said += "Every number here is in <code>tables/*.parquet</code> beside this page."
+        said += "Every number here is in <code>tables/*.parquet</code> beside this page, and the libraries that made it in <code>provenance.json</code>."
         lines = [
             ([f"<code>{escape(run.cell.cell)}</code>", *(_Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left") for kind in ("history", "evaluations"))], False)
             for run in self.study.runs
@@ -397,5 +397,5 @@ def _on_dark(colour: str) -> str:
     """The same hue, light enough to read on a dark page."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    lifted = colorsys.hls_to_rgb(hue, max(lightness, 0.62), saturation * 0.85)
+    lifted = colorsys.hls_to_rgb(hue, max(lightness, 0.62), saturation * 0.65)
     return "#" + "".join(f"{round(255 * part):02x}" for part in lifted)

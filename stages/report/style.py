@@ -76,9 +76,9 @@ def count(value: float | None) -> str:
 
 
 def power(value: float) -> str:
-    """A huge count as HTML: 1.90 × 10^13."""
+    """A huge count as HTML, its spaces not to be broken at: 1.90 × 10^13."""
     digits, exponent = f"{value:.2e}".split("e")
-    return f"{digits} × 10<sup>{int(exponent)}</sup>"
+    return f"{digits}\u00a0×\u00a010<sup>{int(exponent)}</sup>"
 
 
 def tick(value: float) -> str:

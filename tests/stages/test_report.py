@@ -1,7 +1,9 @@
 """The report's page: self-contained, well formed, the best in bold; a model's look the same in every study."""
 
+import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +156,15 @@ def test_counts(value, shown):
 def test_numbers_as_people_write_them():
     assert style.perplexity(9.974) == "9.97" and style.perplexity(1829.77) == "1,830" and style.perplexity(2.5e7) == "2.5e7"
     assert style.signed(-0.0123) == "−0.012" and style.signed(-0.00001) == "0.000" and style.signed(0.5, 1) == "+0.5"
-    assert style.power(5.63e21) == "5.63 × 10<sup>21</sup>"
+    assert style.power(5.63e21) == "5.63\u00a0×\u00a010<sup>21</sup>"
     assert style.binary(2048) == "2k" and style.binary(768) == "768"
     assert [style.duration(seconds) for seconds in (4.2, 240, 36_000)] == ["4.2 s", "4 min", "10.0 h"]
+
+
+def test_dvc_draws_a_line_a_cell_from_the_plots(out):
+    """The template that dvc.yaml's plots name knows the columns that the rows have."""
+    template = json.loads((Path(__file__).parents[2] / ".dvc/plots/cells.json").read_text())
+    assert template["encoding"]["color"]["field"] == "cell" and template["data"]["values"] == "<DVC_METRIC_DATA>"
+    for name, columns in {"loss": {"cell", "tokens", "loss"}, "positions": {"cell", "set", "length", "position", "difference"}}.items():
+        rows = json.loads((out / f"plots/{name}.json").read_text())
+        assert rows and all(columns <= set(row) for row in rows)
