@@ -143,9 +143,15 @@ def take_along(x: Array, indices: Array, axis: int) -> Array:
 
 
 def update(x_BS: Array, index_B: Array, values_B: Array) -> Array:
-    """A copy of a cache with x[b, index[b]] = values[b] (trailing axes whole)."""
+    """A copy of a cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole)."""
     _same_dtype(x_BS, values_B)
-    return x_BS.at[jnp.arange(len(index_B)), index_B].set(values_B)
+    row_B = jnp.arange(index_B.shape[0]).reshape(-1, *[1] * (index_B.ndim - 1))
+    return x_BS.at[row_B, index_B].set(values_B)
+
+
+def largest_if_known(x: Array) -> int | None:
+    """The largest entry of an integer array as a Python int; None while the program is being traced."""
+    return None if isinstance(x, jax.core.Tracer) else int(x.max())
 
 
 def argsort(x: Array) -> Array:
@@ -208,6 +214,14 @@ def _precision(precision: str) -> jax.lax.Precision:
     if precision not in ("highest", "default"):
         raise ValueError(f'precision is {precision!r}; it must be "highest" or "default".')
     return jax.lax.Precision.HIGHEST if precision == "highest" else jax.lax.Precision.DEFAULT
+
+
+def dot_product_attention(q_BTHK: Array, k_BAHK: Array, v_BAHV: Array, *, visible: Array | None, scale: float) -> Array:
+    """Softmax attention [B, T, H, V]; visible is bool [B, T, A], every row with a true entry; None is causal with A = T."""
+    K, V = q_BTHK.shape[-1], v_BAHV.shape[-1]
+    q, k, v = (pad(x, -1, 0, (K if K > V else V) - x.shape[-1]) for x in (q_BTHK, k_BAHK, v_BAHV))  # it wants K = V
+    mask = None if visible is None else visible[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=visible is None, scale=scale)[..., :V]
 
 
 def inverse_unit_lower(x: Array) -> Array:

@@ -155,9 +155,15 @@ def take_along(x: Array, indices: Array, axis: int) -> Array:
 
 
 def update(x_BS: Array, index_B: Array, values_B: Array) -> Array:
-    """A copy of a cache with x[b, index[b]] = values[b] (trailing axes whole)."""
+    """A copy of a cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole)."""
     _same_dtype(x_BS, values_B)
-    return x_BS.index_put((torch.arange(len(index_B), device=x_BS.device), index_B.long()), values_B)
+    row_B = torch.arange(index_B.shape[0], device=x_BS.device).reshape(-1, *[1] * (index_B.ndim - 1))
+    return x_BS.index_put((row_B, index_B.long()), values_B)
+
+
+def largest_if_known(x: Array) -> int | None:
+    """The largest entry of an integer array as a Python int; None while the program is being traced."""
+    return None if torch.compiler.is_compiling() or isinstance(x, FakeTensor) else int(x.max())
 
 
 def argsort(x: Array) -> Array:
@@ -238,6 +244,13 @@ def einsum(equation: str, *arrays: Array, accumulate: torch.dtype | None = None,
         arrays = tuple(x.to(accumulate) for x in arrays)
     with _exact(arrays[0], precision):
         return torch.einsum(equation, *arrays)
+
+
+def dot_product_attention(q_BTHK: Array, k_BAHK: Array, v_BAHV: Array, *, visible: Array | None, scale: float) -> Array:
+    """Softmax attention [B, T, H, V]; visible is bool [B, T, A], every row with a true entry; None is causal with A = T."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BAHK, v_BAHV))
+    mask = None if visible is None else visible[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None, scale=scale).transpose(1, 2)
 
 
 def inverse_unit_lower(x: Array) -> Array:

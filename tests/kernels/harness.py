@@ -69,11 +69,16 @@ def to_torch(operation: Operation, xs: dict[str, np.ndarray], state: tuple | Non
     return given, operation.state_type(*arrays, torch.tensor(ids, dtype=torch.int32))
 
 
-def weighted(o: Any, state: Any, seed: int = 1) -> Any:
+def state_leaves(start: Any, state: tuple | None) -> dict[str, Any]:
+    """The differentiable arrays of a state, by name."""
+    return {f"state {i}": x for i, x in enumerate(start[: len(state)])} if state else {}
+
+
+def weighted(operation: Operation, o: Any, state: Any, seed: int = 1) -> Any:
     """A fixed random projection of all float outputs: the scalar that is differentiated."""
     random = np.random.default_rng(seed)
     total = 0
-    for x in (o, *state[:-1]):
+    for x in (o, *operation.comparable(state)):
         w = random.standard_normal(tuple(x.shape))
         w = w + w.swapaxes(-1, -2) if w.ndim == 4 and w.shape[-1] == w.shape[-2] else w  # H is symmetric
         weights = torch.tensor(w) if isinstance(x, torch.Tensor) else jnp.asarray(w, x.dtype)
@@ -85,10 +90,10 @@ def run_torch(operation: Operation, xs, state, segments, dtype: str, backend: st
     """Outputs, final states and the gradient of every differentiable input, by name, in float64 numpy."""
     given, start = to_torch(operation, xs, state, dtype, gradient=True)
     o, end, _ = call(operation, given, start, None if segments is None else torch.tensor(segments), backend=backend, **options)
-    leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | {f"state {i}": x for i, x in enumerate((start or ())[:-1])}
-    gradients = torch.autograd.grad(weighted(o, end), list(leaves.values()), allow_unused=True)
+    leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | state_leaves(start, state)
+    gradients = torch.autograd.grad(weighted(operation, o, end), list(leaves.values()), allow_unused=True)
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves.values(), strict=True)]
-    results = {"o": o, **{f"end {i}": x for i, x in enumerate(end[:-1])}, **{f"d {n}": g for n, g in zip(leaves, gradients, strict=True)}}
+    results = {"o": o, **{f"end {i}": x for i, x in enumerate(operation.comparable(end))}, **{f"d {n}": g for n, g in zip(leaves, gradients, strict=True)}}
     return {n: x.detach().double().numpy() for n, x in results.items()}
 
 
@@ -104,8 +109,8 @@ def run_jax(operation: Operation, xs, state, segments, backend: str | None, **op
         both = leaves | fixed
         start = None if state is None else operation.state_type(*(leaves[f"state {i}"] for i in range(len(state))), ids)
         o, end, _ = call(operation, {n: both[n] for n in xs}, start, segments, backend=backend, **options)
-        return weighted(o, end), (o, end)
+        return weighted(operation, o, end), (o, end)
 
     (_, (o, end)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(leaves)
-    results = {"o": o, **{f"end {i}": x for i, x in enumerate(end[:-1])}, **{f"d {n}": g for n, g in gradients.items()}}
+    results = {"o": o, **{f"end {i}": x for i, x in enumerate(operation.comparable(end))}, **{f"d {n}": g for n, g in gradients.items()}}
     return {n: np.asarray(x, np.float64) for n, x in results.items()}

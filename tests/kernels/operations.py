@@ -5,10 +5,15 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kernels import arrays
+from kernels.attention import State as AttentionState
+from kernels.attention import attention
+from kernels.attention import step as attention_step
 from kernels.linear_attention import State as LinearState
 from kernels.linear_attention import linear_attention
 from kernels.linear_attention import step as linear_attention_step
@@ -42,6 +47,7 @@ class Operation:
     float32: tuple[str, ...] = ("log_decay", "beta", "lam", "sign")  # float32 at least, whatever q's dtype
     backend: str = "chunked"
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    comparable: Callable[[Any], tuple] = lambda state: state[:-1]  # the arrays of a state that hold numbers, in a form that compares
 
 
 def unit(x: np.ndarray) -> np.ndarray:
@@ -70,6 +76,31 @@ def mesa_inputs(random, sizes):
     q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
     lam = random.uniform(0.5, 1.5, (H, K))
     return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H), "lam": lam}
+
+
+def attention_inputs(random, sizes):
+    B, T, H, K, V = sizes
+    q, k = (random.standard_normal((B, T, H, K)) for _ in range(2))
+    return {"q": 3 * q, "k": k, "v": random.standard_normal((B, T, H, V))}
+
+
+def attention_state(random, sizes, slots=7):
+    B, _, H, K, V = sizes
+    return random.standard_normal((B, slots, H, K)), random.standard_normal((B, slots, H, V))
+
+
+def attention_state_of(k, v, segment_B):
+    """A cache of 7 tokens; a ring of 5 slots with the last 5 of them where k has 5 slots."""
+    ops, (B, slots) = arrays.of(k), k.shape[:2]
+    position = ops.array({7: [0, 1, 2, 3, 4, 5, 6], 5: [5, 6, 2, 3, 4]}[slots], ops.int32, k)
+    return AttentionState(k, v, ops.broadcast_to(position[None], (B, slots)), ops.full((B,), 7, ops.int32, k), segment_B)
+
+
+def attention_in_sight(state):
+    """Keys and values that can still be seen, in 80 slots: a cache's own number of slots is its own affair."""
+    ops = arrays.of(state.k_BSHK)
+    filled = (state.position_BS >= 0)[..., None, None]
+    return tuple(ops.pad(ops.where(filled, x, 0.0), 1, 0, 80 - x.shape[1]) for x in state[:2])
 
 
 def with_signs(inputs):
@@ -105,7 +136,12 @@ def mesa_state(random, sizes):
 
 LINEAR = Operation("linear_attention", linear_attention, linear_attention_step, linear_attention_inputs, LinearState, matrix_state, options={"": {}, "scale": {"scale": 0.25}})
 MESA = Operation("mesa", mesa, mesa_step, mesa_inputs, MesaState, mesa_state, fixed=("lam",), options={"": {"steps": 60}, "start": {"steps": 0}, "gla": {"solve": False}})
+ATTENTION = Operation(
+    "attention", attention, attention_step, attention_inputs, attention_state_of, attention_state, backend="library", comparable=attention_in_sight
+)
 OPERATIONS = {
+    "attention": Operation(**{**vars(ATTENTION), "options": {"": {}, "scale": {"scale": 0.1}}}),
+    "sliding window": Operation(**{**vars(ATTENTION), "state": partial(attention_state, slots=5), "options": {"": {"window": 5}}}),
     "linear_attention": LINEAR,
     "linear_attention signed": Operation(**{**vars(LINEAR), "inputs": with_signs(linear_attention_inputs), "without_gradient": ("sign",), "options": {"": {}}}),
     "mesa": MESA,

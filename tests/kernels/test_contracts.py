@@ -4,18 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.harness import call, error, make, run_jax, run_torch, split_documents, step, to_torch
+from tests.kernels.harness import call, error, make, run_jax, run_torch, split_documents, state_leaves, step, to_torch
 from tests.kernels.operations import OPERATIONS, TOLERANCES
 
 VARIANTS = [(name, option) for name, operation in OPERATIONS.items() for option in operation.options]
 SIZES = {"one token": (2, 1, 2, 16, 16), "odd": (2, 37, 2, 16, 24), "48": (1, 70, 3, 48, 16), "chunks": (1, 131, 1, 16, 48)}
 every_variant = pytest.mark.parametrize(("name", "option"), VARIANTS)
+every_gated = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.name != "attention"])
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
 def settings(name, option=None):
     operation = OPERATIONS[name]
     return operation, operation.options[next(iter(operation.options)) if option is None else option]
+
+
+def gate_of(xs):
+    return "log_a" if "log_a" in xs else "log_decay"
 
 
 def compare(results, reference, tolerance):
@@ -83,7 +88,7 @@ def test_steps_equal_the_forward_pass(name, option, cut):
         o, running = step(operation, given, t, running, segments, **options)
         outputs.append(o)
     assert error(torch.stack(outputs, 1), whole) <= TOLERANCES["same"]
-    for x, y in zip(running[:-1], end[:-1], strict=True):
+    for x, y in zip(operation.comparable(running), operation.comparable(end), strict=True):
         assert error(x, y) <= TOLERANCES["same"]
     assert torch.equal(running[-1], end[-1])
 
@@ -116,8 +121,8 @@ def test_a_document_never_moves_another(name, option):
         given, start = to_torch(operation, xs, state, "float32", gradient=True)
         o, end, _ = call(operation, given, start, torch.tensor(ids), **options)
         last = o[:, ids[0] == 2]
-        leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | {f"state {i}": x for i, x in enumerate(start[:-1])}
-        gradients = torch.autograd.grad(last.square().sum() + sum(x.square().sum() for x in end[:-1]), list(leaves.values()), allow_unused=True)
+        leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | state_leaves(start, state)
+        gradients = torch.autograd.grad(last.square().sum() + sum(x.square().sum() for x in operation.comparable(end)), list(leaves.values()), allow_unused=True)
         return o, last, end, dict(zip(leaves, gradients, strict=True))
 
     (o_a, last_a, end_a, grad_a), (o_b, last_b, end_b, grad_b) = run(xs), run(inside)
@@ -163,14 +168,17 @@ def test_padding_and_batch_change_nothing(name):
     for b in range(3):
         real = torch.tensor(ids[b] >= 0)
         assert (o[b, ~real] == 0).all()
-        begin = [x[b : b + 1] for x in start]
+        begin = type(start)(*(x[b : b + 1] for x in start))
         if not real.any():
-            assert all(torch.equal(x[b : b + 1], y) for x, y in zip(end, begin, strict=True))
+            assert torch.equal(end[-1][b : b + 1], begin[-1])
+            for x, y in zip(operation.comparable(end), operation.comparable(begin), strict=True):
+                assert torch.equal(x[b : b + 1], y)
             continue
         row = {n: x if n in operation.fixed else x[b : b + 1, real] for n, x in given.items()}
-        alone, alone_end, _ = call(operation, row, operation.state_type(*begin), None, **options)
+        alone, alone_end, _ = call(operation, row, begin, None, **options)
         assert error(o[b : b + 1, real], alone) <= TOLERANCES["same"]
-        assert all(error(x[b : b + 1], y) <= TOLERANCES["same"] for x, y in zip(end, alone_end, strict=True))
+        for x, y in zip(operation.comparable(end), operation.comparable(alone_end), strict=True):
+            assert error(x[b : b + 1], y) <= TOLERANCES["same"]
 
 
 @every_operation
@@ -198,7 +206,7 @@ def test_tiny_and_huge_values(name, size):
     compare(run_torch(operation, xs, None, None, "float32", operation.backend, **options), reference, TOLERANCES["float32"])
 
 
-@every_operation
+@every_gated
 @pytest.mark.parametrize("log_decay", [0.0, -1e-4, -80.0, -1e5, -np.inf])
 def test_constant_gates_and_equal_keys(name, log_decay):
     """All tokens the same, the gate at an extreme: finite, and as float64 has it."""
@@ -207,19 +215,19 @@ def test_constant_gates_and_equal_keys(name, log_decay):
     for n, x in xs.items():
         if n not in operation.fixed:
             xs[n] = np.repeat(x[:, :1], x.shape[1], axis=1)
-    gate = "log_a" if "log_a" in xs else "log_decay"
+    gate = gate_of(xs)
     xs[gate] = np.full_like(xs[gate], log_decay)
     reference = run_torch(operation, xs, state, None, "float64", "reference", **options)
     ours = run_torch(operation, xs, state, None, "float32", operation.backend, **options)
     compare(ours, reference, 10 * TOLERANCES["float32"])
 
 
-@every_operation
+@every_gated
 def test_large_decays_do_not_blur_small_ones(name):
     """A decay of e^-300 in one token leaves the decays behind it as exact as they were."""
     operation, options = settings(name)
     xs, _ = make(operation, (1, 64, 2, 16, 16))
-    gate = "log_a" if "log_a" in xs else "log_decay"
+    gate = gate_of(xs)
     xs[gate] = np.full_like(xs[gate], -1e-3)
     xs[gate][:, ::9] = -3e4
     reference = run_torch(operation, xs, None, None, "float64", "reference", **options)
@@ -247,8 +255,8 @@ def test_a_wrong_shape_is_one_sentence(name):
     operation, options = settings(name)
     xs, _ = make(operation, SIZES["odd"])
     given, _ = to_torch(operation, xs, None, "float32")
-    gate = "log_a" if "log_a" in xs else "log_decay"
-    with pytest.raises(ValueError, match=f"{operation.name}: {gate}.*must"):
-        call(operation, given | {gate: given[gate][:, 1:]}, None, None, **options)
+    last = [n for n in given if n not in operation.fixed][-1]
+    with pytest.raises(ValueError, match=f"{operation.name}: .* must"):
+        call(operation, given | {last: given[last][:, 1:]}, None, None, **options)
     with pytest.raises(ValueError, match="has no such implementation"):
         call(operation, given, None, None, backend="triton", **options)
