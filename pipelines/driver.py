@@ -1,0 +1,220 @@
+"""A study's driver: one Ray job that runs what is asked of it, each request as one Ray task.
+
+    python -m pipelines.driver STORE STUDY SESSION [--linger SECONDS] [--job ID]
+
+It takes requests from the board, gives them to Ray with the resources they want, tries again after a lost worker or
+node (never after an error), stops what was withdrawn, and writes the outcomes. On our own head it stays as long as the
+head; on a cluster it ends when nothing has been left to do for `linger` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import exceptions
+
+from pipelines import head
+from pipelines.board import Board
+from pipelines.store import Store
+from pipelines.work import Outcome, Request
+
+POLL_SECONDS = 0.1
+BEAT_SECONDS = 2.0
+BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
+LOST = (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.LocalRayletDiedError, exceptions.OutOfMemoryError, exceptions.ObjectLostError)
+QUEUED_AHEAD = 2  # tasks nobody waits for that may stand in Ray's queue: enough to make a cluster grow, too few to block it
+
+
+@ray.remote(max_calls=1, max_retries=0)
+def perform(request: dict[str, Any], threads: int) -> dict[str, Any]:
+    """Run one request in this worker, which ends with it. Returns the outcome."""
+    import os
+    from dataclasses import asdict
+
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    from pipelines.work import Request, execute
+
+    return asdict(execute(Request(**request)))
+
+
+@ray.remote(num_cpus=0)
+def nothing() -> None:
+    """What a worker is started with ahead of the task that will need it."""
+
+
+@dataclass
+class Work:
+    """One key in progress. ids: the requests that its outcome answers. attempt: the newest one before it was given to Ray."""
+
+    request: Request
+    ids: set[str]
+    ahead: bool
+    task: ray.ObjectRef | None = None
+    attempt: int = 0
+    losses: list[str] = field(default_factory=list)
+    stopping: bool = False
+    again: float = 0.0
+
+
+class Driver:
+    """The requests of one study on one Ray session."""
+
+    def __init__(self, store: Path, study: str, session: str, job: str) -> None:
+        self.board, self.store, self.session = Board(store, study), Store(store), session
+        self.facts = head.identity(psutil.Process()) | {"host": socket.gethostname(), "job": job}
+        self.local = head.MARK in os.environ
+        self.work: dict[str, Work] = {}
+        self._beaten = 0.0
+
+    def turn(self) -> bool:
+        """Look at the board and at the tasks once. Returns whether anything is left to do."""
+        wanted = {item.request.key: item for item in self.board.wanted(self.session)}
+        for key, item in wanted.items():
+            if key not in self.work:
+                self.work[key] = Work(item.request, {item.id}, item.ahead)
+            self.work[key].ids.add(item.id)
+            self.work[key].ahead &= item.ahead
+        for key in self.work.keys() - wanted.keys():
+            self._stop(key)
+        self._start()
+        self._collect()
+        if time.monotonic() - self._beaten > BEAT_SECONDS:
+            self.beat()
+        return bool(self.work)
+
+    def beat(self) -> None:
+        self.board.beat(self.session, self.facts | {"working": sorted(self.work)})
+        self._beaten = time.monotonic()
+
+    def _start(self) -> None:
+        idle = [work for work in self.work.values() if work.task is None and not work.stopping and time.monotonic() >= work.again]
+        for work in [item for item in idle if not item.ahead]:
+            self._give(work)
+        ahead = [item for item in idle if item.ahead]
+        queued = sum(not self._begun(item) for item in self.work.values() if item.task is not None) if ahead else 0
+        for work in ahead[: max(0, QUEUED_AHEAD - queued)]:
+            self._give(work)
+
+    def _begun(self, work: Work) -> bool:
+        """Whether a worker has taken the task up."""
+        return self._newest(work.request.key) > work.attempt
+
+    def _newest(self, key: str) -> int:
+        return max((int(path.name) for path in self.store.attempts(key)[:1]), default=0)
+
+    def _give(self, work: Work) -> None:
+        """Hand the work to Ray, unless somebody else (another cluster, a run without Ray) is at it."""
+        request = work.request
+        if self.store.alive(request.key) is not None:
+            work.again = time.monotonic() + BUSY_SECONDS
+            return
+        asked = dict(request.resources)
+        cpus, gpus = asked.pop("cpus", 1), asked.pop("gpus", 0)
+        if self.local:
+            offered = ray.cluster_resources()
+            cpus = min(cpus, offered.get("CPU", 1))  # one machine: fewer processors are slower, not impossible
+            short = [f"{count:g} {name}" for name, count in {"GPU": gpus, **asked}.items() if count > offered.get(name, 0)]
+            if short:
+                self._answer(request.key, Outcome("failed", f"{request.stage} of {request.cell} wants {' and '.join(short)}, which this machine does not offer; "
+                                                  "set RAY_ADDRESS to a cluster that does, or change cluster.workers in params.yaml.", "mistake"))  # fmt: skip
+                return
+        work.attempt = self._newest(request.key)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": asked, "name": f"{request.stage}@{request.cell}"}
+        work.task = perform.options(**options).remote(asdict(request), request.threads or max(1, int(cpus)))
+
+    def _collect(self) -> None:
+        tasks = {work.task: key for key, work in self.work.items() if work.task is not None}
+        done = ray.wait(list(tasks), num_returns=len(tasks), timeout=POLL_SECONDS)[0] if tasks else time.sleep(POLL_SECONDS) or []
+        for task in done:
+            key = tasks[task]
+            work, self.work[key].task = self.work[key], None
+            outcome = self._outcome(work, task)
+            if outcome is not None:
+                self._answer(key, outcome)
+        if done and self.local:
+            nothing.remote()  # the next worker starts while DVC takes in what this one made
+
+    def _outcome(self, work: Work, task: ray.ObjectRef) -> Outcome | None:
+        """How a finished task ended; None where it is to be tried again: a worker lost, or a key that somebody else is making."""
+        try:
+            outcome = Outcome(**ray.get(task))
+            if outcome.status not in ("busy", "lost"):
+                return outcome
+            work.again = time.monotonic() + BUSY_SECONDS
+            return Outcome("stopped", "It was stopped.") if work.stopping else None
+        except exceptions.TaskCancelledError:
+            return Outcome("stopped", "It was stopped before it began.")
+        except LOST as loss:
+            if work.stopping:
+                return Outcome("stopped", "It was stopped.")
+            work.losses.append(f"{type(loss).__name__}: {str(loss).strip().splitlines()[0]}")
+            print(f"{work.request.stage}@{work.request.cell}: {work.losses[-1]}", flush=True)
+            if len(work.losses) <= work.request.retries:
+                return None
+            times = f"{len(work.losses)} times" if len(work.losses) > 1 else "once"
+            return Outcome("lost", f"The worker of {work.request.stage} {work.request.cell} was lost {times} (last: {work.losses[-1]}). "
+                           "What it had saved is kept: ask again, or raise cluster.retries.", "error")  # fmt: skip
+        except exceptions.RayError:
+            return Outcome("failed", traceback.format_exc(), "error")
+
+    def _stop(self, key: str) -> None:
+        """Its request was withdrawn: have it save what it has and end."""
+        work = self.work[key]
+        if work.task is None:
+            self._answer(key, Outcome("stopped", "It was stopped before it began."))
+        elif not work.stopping:
+            work.stopping = True
+            attempt = self.store.alive(key)
+            (attempt / "stop").touch() if attempt else ray.cancel(work.task)
+
+    def _answer(self, key: str, outcome: Outcome) -> None:
+        self.board.answer(key, outcome, self.work.pop(key).ids)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("study")
+    parser.add_argument("session", help="the Ray session whose requests it takes")
+    parser.add_argument("--linger", type=float, default=60.0, help="seconds without work after which it ends (on a cluster)")
+    parser.add_argument("--job", default="", help="its own submission id")
+    options = parser.parse_args(arguments)
+
+    ray.init(log_to_driver=False, logging_level="warning")
+    driver = Driver(options.store, options.study, options.session, options.job)
+    driver.beat()
+    idle = time.monotonic()
+    while True:
+        if driver.turn():
+            idle = time.monotonic()
+        if driver.local:
+            _end_without_guardian()
+        elif time.monotonic() - idle > options.linger:
+            driver.board.leave(options.session)
+            if not driver.turn():  # whoever asked before the sign of life went away is still served
+                break
+            driver.beat()
+    driver.board.leave(options.session)
+
+
+def _end_without_guardian() -> None:
+    """The second line of defence: a head whose guardian was killed is ended from inside."""
+    folder = Path(os.environ[head.MARK])
+    if not head.runs(head.load(folder / "guardian.json")):
+        head.sweep(folder)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

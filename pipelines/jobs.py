@@ -1,0 +1,211 @@
+"""Asking for a stage on Ray: put the request on the board, see that a driver runs, follow, return how it ended.
+
+While a driver is up this needs the store alone; `ray` is imported only to submit one.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines.board import Board
+from pipelines.head import CODE, Address, runs
+from pipelines.progress import Follower, Progress
+from pipelines.store import Store
+from pipelines.work import Outcome, Request
+from stages.spec import fingerprint
+
+POLL_SECONDS = 0.05
+LOOK_SECONDS = 1.0  # between looks at the driver
+SILENT_SECONDS = 15.0  # without a sign of life on a cluster, before Ray is asked
+STOP_SECONDS = 120.0  # for a stage to save its work after Ctrl-C
+SUBMIT_SECONDS = 60.0
+PUBLISHED_SECONDS = 2.0  # for the driver to say what it has published
+
+
+@dataclass(frozen=True)
+class Code:
+    """How the driver's node gets this code: a folder that all nodes see and a Python there, or a runtime environment of Ray's."""
+
+    folder: Path | None = CODE
+    python: str = sys.executable
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+
+CODE_HERE = Code()
+
+
+def ask(request: Request, address: Address, *, code: Code = CODE_HERE, progress: Progress | None = None) -> Outcome:
+    """Have `request` run on the Ray cluster at `address` and wait for the outcome, showing its progress. Never raises for a stage that fails.
+
+    Ctrl-C or SIGTERM: on our own head the stage saves its work and ends ("stopped"); on a cluster it goes on ("detached").
+    ValueError where the cluster does not answer, RuntimeError where it will not run a driver.
+    """
+    session = _session(address)
+    with progress or Progress(f"{request.stage} {request.cell}") as shown, _signals() as caught:
+        return _Asking(request, address, session, code, shown).wait(caught)
+
+
+def release(requests: Iterable[Request], address: Address) -> None:
+    """Let these run whenever there is room, though nobody waits for them; a driver that is up takes them."""
+    session = _session(address)
+    for request in requests:
+        board = Board(request.store, request.study)
+        if not board.has(request.key) and not (Store(Path(request.store)).folder(request.key) / "published").exists():
+            board.put(request, session, ahead=True)
+
+
+def _session(address: Address) -> str:
+    session = address.session(timeout=10)
+    if session is None:
+        raise ValueError(f"No Ray cluster answers at {address.url}; see that it runs and that this machine reaches it, or work with --no-ray.")
+    return session
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM received inside, instead of their usual effect. Works in the main thread only."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Asking:
+    """One request, from the board to its outcome."""
+
+    def __init__(self, request: Request, address: Address, session: str, code: Code, shown: Progress) -> None:
+        self.request, self.address, self.session, self.shown = request, address, session, shown
+        self.key, self.name = request.key, f"{request.stage} {request.cell}"
+        self.board, self.store = Board(request.store, request.study), Store(Path(request.store))
+        self.post = _Post(self.board, address, session, code, request)
+        self.follower = Follower(lambda: self.store.attempts(self.key), shown.show, shown.say, self.store.alive(self.key))
+        self.id = self.board.put(request, session)
+        self._published: float | None = None
+
+    def wait(self, caught: list[int]) -> Outcome:
+        """The outcome; `caught` fills when a signal comes."""
+        while not caught:
+            if outcome := self.board.outcome(self.key, self.id) or self._made_by_others():
+                self.follower.look()
+                return outcome
+            if not self.board.has(self.key) and self.board.outcome(self.key, self.id) is None:
+                self.board.put(self.request, self.session, id=self.id)
+            self.post.see_to_driver()
+            self.follower.look()
+            time.sleep(POLL_SECONDS)
+        return self._stop(caught) if self.address.local else self._detach()
+
+    def _made_by_others(self) -> Outcome | None:
+        """What stands in the store, where our driver has nothing to say of it: another cluster's, or a run's without Ray."""
+        if not (self.store.folder(self.key) / "published").exists():
+            return None
+        self._published = self._published or time.monotonic()
+        if time.monotonic() - self._published < PUBLISHED_SECONDS:
+            return None
+        found = self.store.find(self.key)
+        return Outcome("present", folder=str(found)) if found else None
+
+    def _detach(self) -> Outcome:
+        return Outcome("detached", f"{self.name} goes on at {self.address.url}; ask again to follow it, `strata stop {self.request.cell}` ends it.")
+
+    def _stop(self, caught: list[int]) -> Outcome:
+        self.shown.say(f"Stopping {self.name}: it saves its work first. Once more to leave at once.")
+        self.board.withdraw(self.key)
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline and len(caught) < 2 and runs(self.board.driver(self.session)):
+            if outcome := self.board.outcome(self.key, self.id):
+                return outcome
+            self.follower.look()
+            time.sleep(POLL_SECONDS)
+        return Outcome("stopped", f"{self.name} was left before it had stopped; what it had saved is kept.")
+
+
+class _Post:
+    """Sees to it that a driver is there for the request."""
+
+    def __init__(self, board: Board, address: Address, session: str, code: Code, request: Request) -> None:
+        self.board, self.address, self.session, self.code, self.request = board, address, session, code, request
+        self.name = f"strata-{request.study}-{fingerprint(str(Path(request.store).absolute()))[:8]}"
+        self._looked = self._changed = 0.0
+        self._beat: Any = None
+        self._submitted: tuple[Any, str, float] | None = None
+
+    def see_to_driver(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS and self._looked:
+            return
+        self._looked = now
+        if self._alive(now):
+            self._submitted = None
+        elif self._submitted is not None:
+            self._wait_for_it(now)
+        else:
+            self._submit(now)
+
+    def _alive(self, now: float) -> bool:
+        beat = self.board.driver(self.session)
+        if beat is None:
+            return False
+        if beat.get("host") == socket.gethostname():
+            return runs(beat)
+        if beat["time"] != self._beat:
+            # The first look goes by the other host's clock, all later ones by change alone.
+            fresh = self._beat is not None or abs(time.time() - beat["time"]) < SILENT_SECONDS
+            self._beat, self._changed = beat["time"], now if fresh else now - SILENT_SECONDS
+        return now - self._changed < SILENT_SECONDS
+
+    def _submit(self, now: float) -> None:
+        """Submit a driver under the study's next free number, unless Ray says that its last one still runs."""
+        from ray.job_submission import JobStatus, JobSubmissionClient
+
+        client = JobSubmissionClient(self.address.url, headers=self.address.headers)
+        numbers = {}
+        for job in client.list_jobs():
+            stem, _, number = (job.submission_id or "").rpartition(".")
+            if stem == self.name and number.isdigit():
+                numbers[int(number)] = job.status
+        last = max(numbers, default=0)
+        if last and numbers[last] in (JobStatus.PENDING, JobStatus.RUNNING):
+            self._submitted = (client, f"{self.name}.{last}", now)
+            return
+        job = f"{self.name}.{last + 1}"
+        words = [self.code.python, "-m", "pipelines.driver", str(Path(self.request.store).absolute()), self.request.study, self.session, "--job", job]
+        entrypoint = "exec " + shlex.join(words)
+        if self.code.folder is not None:
+            entrypoint = f"cd {shlex.quote(str(self.code.folder))} && {entrypoint}"
+        try:
+            client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=self.code.runtime_env)
+        except RuntimeError as error:
+            if job not in [other.submission_id for other in client.list_jobs()]:  # else somebody was faster: it serves us too
+                raise RuntimeError(f"The Ray cluster at {self.address.url} did not take the study's driver: {error}") from error
+        self._submitted = (client, job, now)
+
+    def _wait_for_it(self, now: float) -> None:
+        """A submitted driver that shows no life: has it failed, or ended before it saw our request?"""
+        from ray.job_submission import JobStatus
+
+        client, job, since = self._submitted or (None, "", 0.0)
+        status = client.get_job_status(job)
+        if status == JobStatus.FAILED and self.board.driver(self.session) is None:
+            log = client.get_job_logs(job)[-3000:]
+            raise RuntimeError(f"The study's driver (Ray job {job}) ended before it began:\n{log}")
+        if status in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.SUCCEEDED):
+            self._submitted = None
+        elif now - since > SUBMIT_SECONDS and status == JobStatus.PENDING:
+            raise RuntimeError(f"The study's driver (Ray job {job}) has waited for {SUBMIT_SECONDS:.0f} s at {self.address.url}: {client.get_job_info(job).message}")
