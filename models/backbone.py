@@ -97,42 +97,47 @@ class Model:
         return importlib.import_module(f"models.backends.{self.backend}").to_arrays(values)
 
     def block(
-        self, layer: Layer, p: Mapping[str, Array], x_BTD: Array, state: State | None, segments: Array | None
+        self, layer: Layer, p: Mapping[str, Array], x: Array, state: State | None, segments: Array | None
     ) -> tuple[Array, State, dict[str, Array]]:
-        """One block: the stream after it, its layer's state, and its layer's scalars."""
+        """One block on the stream [B, T, D], or [B, D] for one token: the stream after it, its layer's state, its layer's scalars."""
         ops, record = self.ops, {}
         mixer = _behind("mixer.", p)
-        y_BTD, state = layer.forward(mixer, ops.rms_norm(x_BTD, p["mixer_norm"], eps=NORM_EPSILON), state, segments, ops=ops, record=record)
-        x_BTD = x_BTD + y_BTD
-        z_BTD = ops.rms_norm(x_BTD, p["mlp_norm"], eps=NORM_EPSILON)
-        hidden_BTM = ops.silu(linear(z_BTD, p["mlp.gate"], ops=ops)) * linear(z_BTD, p["mlp.up"], ops=ops)
-        return x_BTD + linear(hidden_BTM, p["mlp.down"], ops=ops), state, record
+        z = ops.rms_norm(x, p["mixer_norm"], eps=NORM_EPSILON)
+        if x.ndim == 2:
+            y, state = layer.step(mixer, z, state, ops=ops)
+        else:
+            y, state = layer.forward(mixer, z, state, segments, ops=ops, record=record)
+        x = x + y
+        z = ops.rms_norm(x, p["mlp_norm"], eps=NORM_EPSILON)
+        hidden = ops.silu(linear(z, p["mlp.gate"], ops=ops)) * linear(z, p["mlp.up"], ops=ops)
+        return x + linear(hidden, p["mlp.down"], ops=ops), state, record
 
     def stream(
-        self, params: Mapping[str, Array], tokens_BT: Array, states: list[State] | None = None, segments: Array | None = None, *,
+        self, params: Mapping[str, Array], tokens: Array, states: list[State] | None = None, segments: Array | None = None, *,
         dtype: Any = None, transform: Callable[[Callable, Layer], Callable] | None = None,
     ) -> tuple[Array, list[State], dict[str, Array]]:  # fmt: skip
         """Everything but the head: the normalised stream [B, T, D], each block's state, and the layers' scalars, averaged over blocks.
 
+        tokens: [B, T], or [B] for one token by the layers' step; the stream then is [B, D].
         params: by the names of `table`, float32. dtype: of the activations (None: the parameters'). states: of `initial_state` or of an
         earlier call; None starts fresh. transform: (block, layer) -> block, applied to each block's function (compilation, recomputation).
         """
         ops = self.ops
         embedding_VD = params["embedding"]
-        tokens_BT = ops.array(tokens_BT, ops.int32, embedding_VD)
+        tokens = ops.array(tokens, ops.int32, embedding_VD)
         if segments is not None:
             segments = ops.array(segments, ops.int32, embedding_VD)
-        x_BTD = ops.cast(ops.take(embedding_VD, tokens_BT) * math.sqrt(self.width), dtype or embedding_VD.dtype)
+        x = ops.cast(ops.take(embedding_VD, tokens) * math.sqrt(self.width), dtype or embedding_VD.dtype)
         after, scalars = [], {}
         for index, (layer, names) in enumerate(zip(self.layers, self._names, strict=True)):
             block = transform(self.block, layer) if transform else self.block
             p = {local: params[name] for local, name in names.items()}
-            x_BTD, state, record = block(layer, p, x_BTD, states[index] if states else None, segments)
+            x, state, record = block(layer, p, x, states[index] if states else None, segments)
             after.append(state)
             for name, value in record.items():
                 scalars.setdefault(name, []).append(value)
         means = {name: ops.mean(ops.stack(values), 0) for name, values in scalars.items()}
-        return ops.rms_norm(x_BTD, params["final_norm"], eps=NORM_EPSILON), after, means
+        return ops.rms_norm(x, params["final_norm"], eps=NORM_EPSILON), after, means
 
     def logits(self, params: Mapping[str, Array], x: Array) -> Array:
         """The head: normalised stream [..., D] to soft-capped float32 logits [..., V]."""
@@ -170,8 +175,8 @@ class Model:
 
     def step(self, params: Mapping[str, Array], token_B: Array, states: list[State]) -> tuple[Array, list[State]]:
         """One token of each sequence: logits [B, V] of the next, and the next states."""
-        logits_B1V, states = self.prefill(params, self.ops.array(token_B, self.ops.int32, params["embedding"])[:, None], states)
-        return logits_B1V[:, 0], states
+        x_BD, states, _ = self.stream(params, token_B, states)
+        return self.logits(params, x_BD), states
 
     def with_setting(self, setting: Mapping[str, Any] | None) -> Model:
         """The same model with its solver set otherwise, for inference: {"steps": 5}, {"eps": 1e-3}, {"solve": False}.

@@ -196,7 +196,9 @@ class Trainer:
             raise ValueError(f"These weights {side} {name!r}: they belong to another model. Give those that this model was trained to.")
         for name, value in self.params.items():
             if tuple(value.shape) != weights[name].shape:
-                raise ValueError(f"{name!r} has shape {weights[name].shape} in these weights, {tuple(value.shape)} in the model; they differ.")
+                raise ValueError(
+                    f"{name!r} has shape {weights[name].shape} in these weights, {tuple(value.shape)} in the model; they differ."
+                )
             value.copy_(torch.from_numpy(np.array(weights[name])))
 
     def state_dict(self) -> dict[str, np.ndarray]:

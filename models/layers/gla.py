@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kernels.linear_attention import linear_attention
+from kernels import linear_attention as kernel
 from models.layers.layer import Array
 from models.layers.matrix import MatrixLayer
 
@@ -26,4 +26,10 @@ class GLA(MatrixLayer):
     ) -> tuple[Array, Any]:  # fmt: skip
         """Linear attention; see MatrixLayer.recur."""
         log_decay, beta = ops.log_sigmoid(gates["forget"]), ops.sigmoid(gates["write"])
-        return linear_attention(q_BTHK, k_BTHK, v_BTHK, log_decay, beta, state=memory, segments=segments)
+        return kernel.linear_attention(q_BTHK, k_BTHK, v_BTHK, log_decay, beta, state=memory, segments=segments)
+
+    def recur_step(
+        self, p: dict[str, Array], q_BHK: Array, k_BHK: Array, v_BHK: Array, gates: dict[str, Array], memory: Any, *, ops: ModuleType
+    ) -> tuple[Array, Any]:
+        """See MatrixLayer.recur_step."""
+        return kernel.step(q_BHK, k_BHK, v_BHK, ops.log_sigmoid(gates["forget"]), ops.sigmoid(gates["write"]), state=memory)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from models.parameters import Table
 
 Array = Any  # torch.Tensor or jax.Array
-State = dict[str, Any]
+State = Any  # arrays in dicts and named tuples
 SCALE_FIELDS = ("width", "heads", "key_size")
 
 
@@ -61,8 +61,8 @@ class Layer:
         """
         raise NotImplementedError(f"Layer {self.name!r} has no forward pass yet: its parameters and costs can be planned, but not trained.")
 
-    def step(self, p: dict[str, Array], x_BD: Array, state: State, *, ops: ModuleType) -> tuple[Array, State]:
-        """One token [B, D] with a state of constant size (attention: a cache); returns y [B, D] and the next state."""
+    def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
+        """One token [B, D] with a state of constant size (full attention: a cache); returns y [B, D] and the next state."""
         y_B1D, state = self.forward(p, x_BD[:, None], state, ops=ops)
         return y_B1D[:, 0], state
 

@@ -59,23 +59,39 @@ class MatrixLayer(Layer):
         record: dict[str, Array] | None = None,
     ) -> tuple[Array, State]:  # fmt: skip
         """See Layer.forward. State: the recurrence's ("memory") and each convolution's ("q_conv", "k_conv")."""
-        B, T, _ = x_BTD.shape
-        before, after = state or {}, {}
+        q, k, v, gates, after = self._inputs(p, x_BTD, state, segments, ops=ops)
+        o_BTHK, after["memory"] = self.recur(p, q, k, v, gates, (state or {}).get("memory"), segments, ops=ops, record=record)
+        return self._output(p, o_BTHK, ops=ops), after
+
+    def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
+        """See Layer.step."""
+        q, k, v, gates, after = self._inputs(p, x_BD[:, None], state, None, ops=ops)
+        gates = {name: value[:, 0] for name, value in gates.items()}
+        o_BHK, after["memory"] = self.recur_step(p, q[:, 0], k[:, 0], v[:, 0], gates, (state or {}).get("memory"), ops=ops)
+        return self._output(p, o_BHK, ops=ops), after
+
+    def _inputs(
+        self, p: dict[str, Array], x_BTD: Array, state: State | None, segments: Array | None, *, ops: ModuleType
+    ) -> tuple[Array, Array, Array, dict[str, Array], State]:
+        """q, k, v [B, T, H, K], the gates [B, T, H] before their sigmoid, and the convolutions' next states."""
+        after = {}
 
         def heads(name: str) -> Array:
-            """One projection, convolved where it is, as [B, T, H, K]."""
             x_BTC = linear(x_BTD, p[name], ops=ops)
             if name in self.convolved:
                 cache = f"{name}_conv"
-                x_BTC, after[cache] = ops.short_convolution(x_BTC, p[cache], state=before.get(cache), segments=segments)
+                x_BTC, after[cache] = ops.short_convolution(x_BTC, p[cache], state=(state or {}).get(cache), segments=segments)
                 x_BTC = ops.silu(x_BTC)
-            return x_BTC.reshape(B, T, self.heads, self.key_size)
+            return x_BTC.reshape(*x_BTC.shape[:2], self.heads, self.key_size)
 
         q, k, v = self.prepare(heads("q"), heads("k"), heads("v"), ops=ops)
         gates = {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}
-        o_BTHK, after["memory"] = self.recur(p, q, k, v, gates, before.get("memory"), segments, ops=ops, record=record)
-        o_BTHK = ops.rms_norm(o_BTHK, p["norm"], eps=NORM_EPSILON)
-        return linear(o_BTHK.reshape(B, T, self.inner), p["out"], ops=ops), after
+        return q, k, v, gates, after
+
+    def _output(self, p: dict[str, Array], o: Array, *, ops: ModuleType) -> Array:
+        """Read-outs [..., H, K], normalised per head, to the stream [..., D]."""
+        o = ops.rms_norm(o, p["norm"], eps=NORM_EPSILON)
+        return linear(o.reshape(*o.shape[:-2], self.inner), p["out"], ops=ops)
 
     def prepare(self, q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, *, ops: ModuleType) -> tuple[Array, Array, Array]:
         """Queries and keys to unit length."""
@@ -87,6 +103,12 @@ class MatrixLayer(Layer):
     ) -> tuple[Array, Any]:  # fmt: skip
         """The recurrence: read-outs o [B, T, H, K] and its state. gates: [B, T, H] by name, before their sigmoid, float32."""
         raise NotImplementedError(f"Layer {self.name!r} has no forward pass yet: its parameters and costs can be planned, but not trained.")
+
+    def recur_step(
+        self, p: dict[str, Array], q_BHK: Array, k_BHK: Array, v_BHK: Array, gates: dict[str, Array], memory: Any, *, ops: ModuleType
+    ) -> tuple[Array, Any]:
+        """One token of the recurrence: o [B, H, K] and its state. gates: [B, H] by name, before their sigmoid, float32."""
+        raise NotImplementedError
 
     @property
     def trainable(self) -> str | None:

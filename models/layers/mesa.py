@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-from kernels.mesa import mesa
+from kernels import mesa as kernel
 from models.layers.layer import TRAINING, Array, precise, product
 from models.layers.matrix import MatrixLayer, readout_flops
 from models.parameters import Parameter, Table, constant
@@ -71,17 +71,31 @@ class Mesa(MatrixLayer):
         *, ops: ModuleType, record: dict[str, Array] | None,
     ) -> tuple[Array, Any]:  # fmt: skip
         """The solve and the read-out; see MatrixLayer.recur. Records cg_steps, cg_residual (the true one) and gamma, means over tokens and heads."""
-        beta = ops.sigmoid(gates["write"])
-        log_decay = ops.log_sigmoid(gates["forget"]) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
-        lam_HK = self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
-        o_BTHK, memory, info = mesa(
-            q_BTHK, k_BTHK, v_BTHK, log_decay, beta, lam_HK, steps=self.steps, eps=self.eps, criterion=self.criterion, solve=self.solve,
-            start=self.start, state=memory, segments=segments,
+        log_decay, beta, lam_HK = self._regression(p, gates, ops=ops)
+        o_BTHK, memory, info = kernel.mesa(
+            q_BTHK, k_BTHK, v_BTHK, log_decay, beta, lam_HK, **self._solver, state=memory, segments=segments
         )  # fmt: skip
         if record is not None:
             facts = {"cg_steps": info["steps"], "cg_residual": info["residual"], "gamma": ops.exp(ops.stop_gradient(log_decay))}
             record |= {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
         return o_BTHK, memory
+
+    def recur_step(
+        self, p: dict[str, Array], q_BHK: Array, k_BHK: Array, v_BHK: Array, gates: dict[str, Array], memory: Any, *, ops: ModuleType
+    ) -> tuple[Array, Any]:
+        """See MatrixLayer.recur_step."""
+        o_BHK, memory, _ = kernel.step(q_BHK, k_BHK, v_BHK, *self._regression(p, gates, ops=ops), **self._solver, state=memory)
+        return o_BHK, memory
+
+    @property
+    def _solver(self) -> dict[str, Any]:
+        return {"steps": self.steps, "eps": self.eps, "criterion": self.criterion, "solve": self.solve, "start": self.start}
+
+    def _regression(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, Array, Array]:
+        """log gamma and beta, shaped as the gates, and Lambda's diagonal [H, K]."""
+        beta = ops.sigmoid(gates["write"])
+        log_decay = ops.log_sigmoid(gates["forget"]) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
+        return log_decay, beta, self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward.
