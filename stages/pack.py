@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field, ValidationError
 
 from stages import artifact, provenance, schemas, units
 from stages.command import main
+from stages.engine import told_of_full_disk
 from stages.pieces import Cursor, Pieces, bounds, digest
 from stages.spec import Context, Spec, Stopped, Strict, fingerprint
 
@@ -58,7 +60,7 @@ class Parameters(Packing):
 
     vocab_size: int = Field(ge=1)
     bos: int = Field(ge=0)
-    budgets: dict[str, int]
+    budgets: dict[str, Annotated[int, Field(ge=1)]]
 
 
 # Keys: of what the rows depend on, and nothing else.
@@ -180,21 +182,22 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     if not parameters.budgets:
         raise ValueError("packing: there is no budget to pack for; give grid.budgets one.")
     digests = {name: artifact.read(inputs[name], key=key)["digest"] for name, key in sorted(spec.inputs.items())}
-    work = _Work(spec, parameters, out, inputs, context, digests)
-    work.check_size()
-    validation = work.validation()
-    shards = work.shards()
-    units.keep_only(out / SHARDS, {name for name, _ in shards})
+    with told_of_full_disk(out):
+        work = _Work(spec, parameters, out, inputs, context, digests)
+        work.check_size()
+        validation = work.validation()
+        shards = work.shards()
+        units.keep_only(out / SHARDS, {name for name, _ in shards})
 
-    context.fence()
-    files = {f"{VALIDATION}/{ROWS}": validation} | {f"{SHARDS}/{name}/{ROWS}": value for name, value in shards}
-    for path in (out / BUDGETS).glob("*.json") if (out / BUDGETS).is_dir() else ():
-        if path.stem not in parameters.budgets:
-            path.unlink()
-    for name, rows in parameters.budgets.items():
-        artifact.write_atomically(out / BUDGETS / f"{name}.json", json.dumps(work.budget(rows, shards), indent=1) + "\n")
-    provenance.write(out, spec, context, started=started)
-    artifact.write(out, key=spec.key, stage=spec.stage, files=[*files, *(f"{BUDGETS}/{name}.json" for name in parameters.budgets)], inputs=digests, known=files)
+        context.fence()
+        files = {f"{VALIDATION}/{ROWS}": validation} | {f"{SHARDS}/{name}/{ROWS}": value for name, value in shards}
+        for path in (out / BUDGETS).glob("*.json") if (out / BUDGETS).is_dir() else ():
+            if path.stem not in parameters.budgets:
+                path.unlink()
+        for name, rows in parameters.budgets.items():
+            artifact.write_atomically(out / BUDGETS / f"{name}.json", json.dumps(work.budget(rows, shards), indent=1) + "\n")
+        provenance.write(out, spec, context, started=started)
+        artifact.write(out, key=spec.key, stage=spec.stage, files=[*files, *(f"{BUDGETS}/{name}.json" for name in parameters.budgets)], inputs=digests, known=files)
 
 
 class _Work:
@@ -263,10 +266,10 @@ class _Work:
         if not self._kept(folder, key, given):
             if self.context.stop_requested():
                 raise Stopped("nothing is packed yet")
-            shared = self._shared()
-            pieces = Pieces(self.folders[VALIDATION], without=frozenset(shared), **self.how)
-            if not pieces.tokens or len(shared) >= pieces.documents:
+            shared, own = self._shared()
+            if not own:
                 raise ValueError(f"The validation sources hold no document of their own ({len(shared):,} also occur in training). Check data.sources.")
+            pieces = Pieces(self.folders[VALIDATION], without=frozenset(shared), **self.how)
             filled = fill(pieces, Cursor(), rows=self.parameters.validation_rows, bos=self.parameters.bos)
             rows = filled.ends[0][1] if filled.ends else self.parameters.validation_rows
             if not rows:
@@ -281,14 +284,14 @@ class _Work:
                 self.context.fence()
         return schemas.metadata(folder / ROWS, "packed")["strata.digest"]
 
-    def _shared(self) -> set[bytes]:
-        """Digests of the validation documents that also occur in training: one pass over both."""
-        own: dict[bytes, None] = {}
+    def _shared(self) -> tuple[set[bytes], int]:
+        """(digests of the validation documents that also occur in training, number of those that do not): one pass over both."""
+        own: Counter[bytes] = Counter()
         traits = []
         for block in Pieces(self.folders[VALIDATION], **self.how).blocks:
             ends, tokens = bounds(block.read())
             traits.append(_traits(ends, tokens))
-            own.update(dict.fromkeys(digest(tokens[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)))
+            own.update(digest(tokens[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
         wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *traits]))
         found: set[bytes] = set()
         for done, block in enumerate(self.training.blocks):
@@ -300,7 +303,7 @@ class _Work:
                     found.add(name)
             if done % 64 == 0:
                 self.context.progress(stage="pack", looking_for="validation documents in training", done=done, of=len(self.training.blocks))
-        return found
+        return found, own.total() - sum(own[name] for name in found)
 
     def budget(self, rows: int, shards: list[tuple[str, str]]) -> dict[str, Any]:
         """The record of the first `rows` rows: what a training run depends on."""

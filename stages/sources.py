@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,7 @@ PACKAGES = {
 PIN = re.compile(r"sha256:[0-9a-f]{64}|revision:[0-9a-f]{40}")
 HUB = re.compile(r"hf://((?:datasets/|spaces/)?[^/@]+/[^/@]+)(?:@[^/]+)?(/|$)")
 TRIES = 3
+SCRATCH = ".scratch-"
 
 
 class Reading(Strict):
@@ -172,16 +175,15 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def fetched(file: File, scratch: Path) -> Iterator[Path]:
-    """The file as a local one: itself, or a copy under `scratch` that goes afterwards.
+def fetched(file: File, folder: Path) -> Iterator[Path]:
+    """The file as a local one: itself, or a copy in `folder` that goes afterwards.
 
     A network that fails is tried again; ValueError when it keeps failing.
     """
     if file.local is not None:
         yield file.local
         return
-    scratch.mkdir(parents=True, exist_ok=True)
-    copy = scratch / f".fetched-{hashlib.sha256(str(file).encode()).hexdigest()[:16]}-{file.name.split('?')[0]}"
+    copy = folder / f"{hashlib.sha256(str(file).encode()).hexdigest()[:16]}-{file.name.split('?')[0]}"
     try:
         for left in reversed(range(TRIES)):
             try:
@@ -196,12 +198,20 @@ def fetched(file: File, scratch: Path) -> Iterator[Path]:
         copy.unlink(missing_ok=True)
 
 
-def digests(files: Iterable[File], scratch: Path | None = None) -> list[str]:
+@contextmanager
+def scratch(out: Path) -> Iterator[Path]:
+    """A folder inside `out` for copies of files. Those that killed attempts left there go."""
+    for left in out.glob(f"{SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=SCRATCH) as folder:
+        yield Path(folder)
+
+
+def digests(files: Iterable[File]) -> list[str]:
     """sha256 (hex) of each file, several at a time."""
-    import tempfile
 
     def one(file: File) -> str:
-        with tempfile.TemporaryDirectory(dir=scratch) as folder, fetched(file, Path(folder)) as path:
+        with tempfile.TemporaryDirectory() as folder, fetched(file, Path(folder)) as path:
             return sha256(path)
 
     with ThreadPoolExecutor(4) as pool:

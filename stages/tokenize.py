@@ -11,7 +11,6 @@ import contextvars
 import json
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 from stages import artifact, provenance, schemas, sources, tokenizer, units
 from stages.command import main
 from stages.documents import Tally, documents
+from stages.engine import told_of_full_disk
 from stages.sources import File, Reading
 from stages.spec import Context, Spec, Stopped, fingerprint
 
@@ -61,44 +61,37 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     except ValidationError as error:
         raise ValueError(f"This spec's parameters are not tokenize's ({error}); `strata run resolve` writes it anew.") from error
     vocabulary = artifact.read(inputs["vocabulary"], key=spec.inputs["vocabulary"], content=True)["digest"]
+    what = f"the source {parameters.source!r}"
     files = sources.expand(sources.listed(context, [parameters.source])[parameters.source], parameters.pin)
-    work = _Work(spec, parameters, out, context, tokenizer.load(inputs["vocabulary"], context.threads), vocabulary, of=len(files))
     known: list[str | None] = [file.pinned for file in files]
     if all(file.local for file in files):
         known = list(sources.digests(files))
-        sources.check(known, parameters.pin, f"the source {parameters.source!r}")
+        sources.check(known, parameters.pin, what)
 
     out.mkdir(parents=True, exist_ok=True)
     names = [f"{number:05}" for number in range(len(files))]
-    threads = context.threads or os.cpu_count() or 1
-    with ThreadPoolExecutor(max(1, min(len(files), threads // 4))) as pool:
-        # A unit's shelf (stages/units.py) is in the context of the thread that called.
-        tasks = [pool.submit(contextvars.copy_context().run, work.unit, out / name, *what) for name, *what in zip(names, files, known, strict=True)]
+    with told_of_full_disk(out):
+        with sources.scratch(out) as scratch:
+            work = _Work(spec, parameters, scratch, context, tokenizer.load(inputs["vocabulary"], context.threads), vocabulary, of=len(files))
+            contents = work.units(out, names, files, known)
+        context.fence()
+        units.keep_only(out, set(names))
         try:
-            contents = [task.result() for task in tasks]
-        finally:
-            work.ended = True
-            for task in tasks:
-                task.cancel()
-
-    context.fence()
-    units.keep_only(out, set(names))
-    try:
-        sources.check(contents, parameters.pin, f"the source {parameters.source!r}")
-    except ValueError:
-        units.keep_only(out, set())  # which of the files is another one cannot be told
-        raise
-    records = [json.loads((out / name / COUNTS).read_text()) for name in names]
-    total = Tally()
-    for record in records:
-        total.add(record)
-    if not total.documents:
-        raise ValueError(f"The source {parameters.source!r} holds no document: {_reasons(total, parameters)}.")
-    facts = {"encoders": dict(sorted(Counter(record["encoder"] for record in records).items())), "fallback": work.tokenizer.fallback}
-    artifact.write_atomically(out / COUNTS, json.dumps(total.record() | facts, indent=1) + "\n")
-    provenance.write(out, spec, context, started=started, **facts)
-    digests = {f"{name}/{TOKENS}": schemas.metadata(out / name / TOKENS, "tokens")["strata.digest"] for name in names}
-    artifact.write(out, key=spec.key, stage=spec.stage, files=digests, inputs={"vocabulary": vocabulary}, known=digests)
+            sources.check(contents, parameters.pin, what)
+        except ValueError:
+            units.keep_only(out, set())  # which of the files is another one cannot be told
+            raise
+        records = [json.loads((out / name / COUNTS).read_text()) for name in names]
+        total = Tally()
+        for record in records:
+            total.add(record)
+        if not total.documents:
+            raise ValueError(f"{what[0].upper()}{what[1:]} holds no document: {_reasons(total, parameters)}.")
+        facts = {"encoders": dict(sorted(Counter(record["encoder"] for record in records).items())), "fallback": work.tokenizer.fallback}
+        artifact.write_atomically(out / COUNTS, json.dumps(total.record() | facts, indent=1) + "\n")
+        provenance.write(out, spec, context, started=started, **facts)
+        digests = {f"{name}/{TOKENS}": schemas.metadata(out / name / TOKENS, "tokens")["strata.digest"] for name in names}
+        artifact.write(out, key=spec.key, stage=spec.stage, files=digests, inputs={"vocabulary": vocabulary}, known=digests)
 
 
 def _reasons(total: Tally, parameters: Parameters) -> str:
@@ -112,7 +105,7 @@ class _Work:
 
     spec: Spec
     parameters: Parameters
-    out: Path
+    scratch: Path
     context: Context
     tokenizer: tokenizer.Tokenizer
     vocabulary: str
@@ -125,20 +118,32 @@ class _Work:
     told: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def units(self, out: Path, names: list[str], files: list[File], known: list[str | None]) -> list[str]:
+        """Make or keep the unit of every file, several at once where there are processors for it. Returns the files' contents."""
+        threads = self.context.threads or os.cpu_count() or 1
+        with ThreadPoolExecutor(max(1, min(len(files), threads // 4))) as pool:
+            # A unit's shelf (stages/units.py) is in the context of the thread that called.
+            tasks = [pool.submit(contextvars.copy_context().run, self.unit, out / name, *what) for name, *what in zip(names, files, known, strict=True)]
+            try:
+                return [task.result() for task in tasks]
+            finally:
+                self.ended = True
+                for task in tasks:
+                    task.cancel()
+
     def unit(self, folder: Path, file: File, content: str | None) -> str:
         """Make the unit of a file, or keep it. content, also returned: the file's sha256, or what pins it; None where it must be read first."""
         content = content or _recorded(folder)
         if content is None or not units.complete(folder, self._key(content)):
             content = self._make(file, content, folder)
-        self.told, self.done = 0.0, self.done + 1
-        self._tell(0, 0)
+        self._tell(done=1)
         return content
 
     def _key(self, content: str) -> str:
         return self.spec.unit_key(vocabulary=self.spec.inputs["vocabulary"], content=content, **self.parameters.model_dump(exclude={"pin"}))
 
     def _make(self, file: File, content: str | None, folder: Path) -> str:
-        with tempfile.TemporaryDirectory(dir=self.out, prefix=".scratch-") as scratch, sources.fetched(file, Path(scratch)) as path:
+        with sources.fetched(file, self.scratch) as path:
             content = content or sources.sha256(path)
             key, given = self._key(content), {"content": content, "vocabulary": self.vocabulary}
             while True:
@@ -173,18 +178,18 @@ class _Work:
 
     def _counted(self, batches: Iterable[pa.RecordBatch], tally: Tally) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            if self.ended or self.context.stop_requested():
+            if self.ended or self.context.stop_requested():  # ended: another file's unit failed
                 raise Stopped(f"{self.done} of {self.of} files are tokenized and kept")
             count = len(batch["tokens"].values)
             tally.tokens += count
-            self._tell(len(batch), count)
+            self._tell(documents=len(batch), tokens=count)
             yield batch
 
-    def _tell(self, documents: int, tokens: int) -> None:
+    def _tell(self, *, documents: int = 0, tokens: int = 0, done: int = 0) -> None:
         with self.lock:
-            self.documents, self.tokens = self.documents + documents, self.tokens + tokens
+            self.documents, self.tokens, self.done = self.documents + documents, self.tokens + tokens, self.done + done
             now = time.monotonic()
-            if now - self.told < PROGRESS_SECONDS:
+            if not done and now - self.told < PROGRESS_SECONDS:
                 return
             self.told = now
             rate = self.tokens / max(now - self.started, 1e-9)

@@ -7,17 +7,17 @@ BOS is <|endoftext|>, the one special token: GPT-2's 50256, and 0 of a trained v
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from stages import artifact, provenance, sources
 from stages.command import main
 from stages.documents import SPECIAL, Tally, documents
+from stages.engine import told_of_full_disk
 from stages.sources import Reading
 from stages.spec import Context, Spec, Stopped, Strict
 from stages.tokenizer import BPE, GPT2_BOS, GPT2_SHA256, GPT2_SIZE, RECORD, byte_level
@@ -52,16 +52,21 @@ class Parameters(Vocabulary):
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
     """Write tokenizer.json, and for bpe bpe.json. ValueError where the text is too little for so many entries."""
     started = time.time()
-    parameters = Parameters.model_validate(spec.parameters)
-    if parameters.kind == "bpe":
-        digest = _train(parameters, out, context)
-    else:
-        digest = GPT2_SHA256
-    context.fence()
-    record = {"kind": parameters.kind, "size": parameters.size, "bos": parameters.bos, "digest": digest}
-    artifact.write_atomically(out / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
-    provenance.write(out, spec, context, started=started)
-    artifact.write(out, key=spec.key, stage=spec.stage, files=[RECORD] + [BPE] * (parameters.kind == "bpe"), inputs={})
+    try:
+        parameters = Parameters.model_validate(spec.parameters)
+    except ValidationError as error:
+        raise ValueError(f"This spec's parameters are not vocabulary's ({error}); `strata run resolve` writes it anew.") from error
+    out.mkdir(parents=True, exist_ok=True)
+    with told_of_full_disk(out):
+        if parameters.kind == "bpe":
+            digest = _train(parameters, out, context)
+        else:
+            digest = GPT2_SHA256
+        context.fence()
+        record = {"kind": parameters.kind, "size": parameters.size, "bos": parameters.bos, "digest": digest}
+        artifact.write_atomically(out / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
+        provenance.write(out, spec, context, started=started)
+        artifact.write(out, key=spec.key, stage=spec.stage, files=[RECORD] + [BPE] * (parameters.kind == "bpe"), inputs={})
 
 
 def _train(parameters: Parameters, out: Path, context: Context) -> str:
@@ -110,9 +115,9 @@ def _texts(parameters: Parameters, out: Path, context: Context) -> Iterator[str]
 
 
 def _documents(files: list[sources.File], reading: Reading, out: Path) -> Iterator[bytes]:
-    with tempfile.TemporaryDirectory(dir=out, prefix=".scratch-") as scratch:
+    with sources.scratch(out) as folder:
         for file in files:
-            with sources.fetched(file, Path(scratch)) as path:
+            with sources.fetched(file, folder) as path:
                 for batch in documents(path, reading, prefix="", tally=Tally()):
                     values: Any = batch["text"]
                     yield from (value.as_py() for value in values)
