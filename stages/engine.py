@@ -46,7 +46,11 @@ def trainer(
     seed: int = 0,
     deterministic: bool = False,
 ) -> Trainer:
-    """The trainer of a model; without an optimizer, for scoring alone. The context's settings["compile"]: whether to compile (on a GPU, if not said)."""
+    """The trainer of a model; without an optimizer, for scoring alone.
+
+    The context's settings["compile"] says whether to compile; if it does not, training on a GPU does. Scoring sees too many shapes
+    and settings for that to pay: torch compiles a block for each, and gives up after eight.
+    """
     from models.backends.torch import Trainer
 
     return Trainer(
@@ -57,7 +61,7 @@ def trainer(
         precision=precision,
         deterministic=deterministic,
         threads=context.threads,
-        compile=context.settings.get("compile", device != "cpu"),
+        compile=context.settings.get("compile", device != "cpu" and optimizer is not None),
     )
 
 
@@ -79,10 +83,9 @@ def told_of_full_disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
-            raise ValueError(
-                f"The disk of {out} is full ({error.strerror}). Free some space and run again: what is complete is kept."
-            ) from error
+        # safetensors' own errors carry the number in their text alone.
+        if error.errno in FULL or any(f"os error {number})" in str(error) for number in FULL):
+            raise ValueError(f"The disk of {out} is full ({error}). Free some space and run again: what is complete is kept.") from error
         raise
 
 

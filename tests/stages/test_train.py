@@ -253,6 +253,8 @@ def test_a_complete_run_is_not_made_again(out, budget):
 @pytest.mark.parametrize("place", ["checkpoint", "log", "weights", "history", "artifact"])
 def test_a_full_disk_leaves_nothing_half_visible(out, budget, undisturbed, monkeypatch, place):
     def full(*_: Any, **__: Any) -> None:
+        if place == "weights":
+            raise OSError("could not be written: I/O error: No space left on device (os error 28)")  # as safetensors says it
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def sometimes(function: Any, *, when: Any) -> Any:
@@ -300,6 +302,11 @@ def test_policy_stop_says_what_and_keeps_everything(out, budget, wrapped):
     with pytest.raises(ValueError, match="Step 8"):
         do(train_spec(), out, budget)
     assert [call["index"] for call in taken] == [7]
+
+
+def test_a_rate_that_is_far_too_high_is_told(out, budget):
+    with pytest.raises(ValueError, match="Step 2 is not finite: loss nan, gradient norm nan at learning rate 9.85e"):
+        do(train_spec(learning_rate=1e38, warmup_steps=0), out, budget)
 
 
 def test_policy_skip_records_and_goes_on(out, budget, wrapped):
