@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 
-OPERATIONS = ("attention", "linear_attention", "mesa")
+OPERATIONS = ("attention", "delta_rule", "linear_attention", "mesa", "mlstm", "rg_lru")
 NAMES = ("reference", "chunked", "library", "triton", "pallas")
 PREFERENCE = {
     "cpu": ("chunked", "library", "reference"),
@@ -58,7 +58,7 @@ def choose(operation: str, shape: dict[str, int], dtype: str, device: str, backe
         return asked
 
     refusals = {}
-    for name in PREFERENCE[device]:
+    for name in PREFERENCE.get(device, PREFERENCE["cpu"]):
         reason = available[name](shape, dtype, device) if name in available else "there is none"
         if reason is None:
             _warn_of_refusal(operation, name, device, refusals)

@@ -3,7 +3,7 @@
 Shapes: B batch, T time, H heads, N chunks, C chunk length, M = N B H (chunk-major, so that a scan over N runs along the first axis).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels import arrays
 
@@ -32,33 +32,44 @@ def join(x_MC: Array, B: int, T: int, H: int) -> Array:
     return x.reshape(B, -1, H, *rest)[:, :T]
 
 
-def decay(log_decay_MC: Array, sign_MC: Array | None) -> tuple[Array, Array]:
-    """(weight_MCC, since_start_MC): the decay from s to t, weight[t, s] = prod_{s < i <= t} sign_i exp(log_decay_i) for s <= t and 0
-    above; and from the chunk's start to t.
+def log_decays(log_decay_MC: Array) -> tuple[Array, Array]:
+    """(between_MCC, since_start_MC): the logarithms of `decay`'s, without signs; -inf above the diagonal.
 
-    Each exponent is the sum of its own log decays and never a difference of two sums: -inf stays exact, large decays lose nothing.
+    Each is the sum of its own log decays and never a difference of two sums: -inf stays exact, large decays blur nothing.
     """
     ops = arrays.of(log_decay_MC)
     C = log_decay_MC.shape[1]
     between = ops.cumsum(ops.where(ops.causal(C, log_decay_MC, strict=True), log_decay_MC[:, :, None], 0.0), 1)
-    weight = ops.where(ops.causal(C, log_decay_MC), ops.exp(between), 0.0)
-    since_start = ops.exp(ops.cumsum(log_decay_MC, 1))
+    return ops.where(ops.causal(C, log_decay_MC), between, -float("inf")), ops.cumsum(log_decay_MC, 1)
+
+
+def decay(log_decay_MC: Array, sign_MC: Array | None) -> tuple[Array, Array]:
+    """(weight_MCC, since_start_MC): the decay from s to t, weight[t, s] = prod_{s < i <= t} sign_i exp(log_decay_i) for s <= t and 0
+    above; and from the chunk's start to t."""
+    ops = arrays.of(log_decay_MC)
+    between, since_start = log_decays(log_decay_MC)
+    weight, since_start = ops.exp(between), ops.exp(since_start)
     if sign_MC is not None:
         sign = ops.cumprod(sign_MC, 1)
         weight, since_start = weight * sign[:, :, None] * sign[:, None, :], since_start * sign
     return weight, since_start
 
 
-def decay_gradient(pairs_MCC: Array, from_start_MC: Array, to_end_MC: Array, through_M: Array) -> Array:
-    """d loss / d log_decay [M, C], from d loss / d log of each decay that the chunk used.
+class DecayGradients(NamedTuple):
+    """d loss / d log of each decay that a chunk used: weight[t, s], since_start[t], from s to the chunk's end, over the whole chunk."""
 
-    pairs[t, s]: of weight[t, s]; from_start[t]: of since_start[t]; to_end[s]: of the decay from s to the chunk's end; through: over the
-    whole chunk. Token i is in the decay from s to t when s < i <= t. Sums only over what i is in: no cancellation.
-    """
-    ops = arrays.of(pairs_MCC)
-    C = pairs_MCC.shape[1]
-    up_to = ops.cumsum(pairs_MCC, 2)  # [t, j]: the pairs (t, s <= j)
-    within = ops.sum(ops.where(ops.causal(C, pairs_MCC, strict=True), up_to, 0.0), 1)  # [j]: the pairs s <= j < t
-    before = within + ops.cumsum(to_end_MC, 1)
-    after = ops.flip(ops.cumsum(ops.flip(from_start_MC, 1), 1), 1)
-    return ops.pad(before[:, :-1], 1, 1, 0) + after + through_M[:, None]
+    pairs_MCC: Array
+    since_start_MC: Array
+    to_end_MC: Array
+    through_M: Array
+
+
+def decay_gradient(g: DecayGradients) -> Array:
+    """d loss / d log_decay [M, C]. Token i is in the decay from s to t when s < i <= t; only sums over what i is in: no cancellation."""
+    ops = arrays.of(g.pairs_MCC)
+    C = g.pairs_MCC.shape[1]
+    up_to = ops.cumsum(g.pairs_MCC, 2)  # [t, j]: the pairs (t, s <= j)
+    within = ops.sum(ops.where(ops.causal(C, up_to, strict=True), up_to, 0.0), 1)  # [j]: the pairs s <= j < t
+    before = within + ops.cumsum(g.to_end_MC, 1)
+    after = ops.flip(ops.cumsum(ops.flip(g.since_start_MC, 1), 1), 1)
+    return ops.pad(before[:, :-1], 1, 1, 0) + after + g.through_M[:, None]

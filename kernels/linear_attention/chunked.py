@@ -10,6 +10,7 @@ Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk le
 from typing import Any, NamedTuple
 
 from kernels import arrays, chunks, segmentation
+from kernels.chunks import DecayGradients
 from kernels.linear_attention.reference import State, fresh
 
 Array = Any  # torch.Tensor or jax.Array
@@ -78,15 +79,15 @@ def cut(k, v, log_decay, sign, S_BHKV: Array, chunk: int, starts: Array | None =
     weight_MCC, since_start_MC = chunks.decay(chunks.split(log_decay, chunk), sign_MC)
     last = None
     if starts is None:
-        starts, last = _states(k_MCK, v_MCV, weight_MCC, since_start_MC, S_BHKV)
+        starts, last = states(k_MCK, v_MCV, weight_MCC, since_start_MC, S_BHKV)
     return Chunks(k_MCK, v_MCV, weight_MCC, since_start_MC, starts), last
 
 
-def _states(k_MCK, v_MCV, weight_MCC, since_start_MC, S_BHKV) -> tuple[Array, Array]:
+def states(k_MCK, v_MCV, weight_MCC, since_start_MC, S_BHKV) -> tuple[Array, Array]:
     """The state at each chunk's start [M, K, V], and after the last chunk [B, H, K, V]."""
     ops = arrays.of(k_MCK)
     B, H, K, V = S_BHKV.shape
-    written_MKV = product(_T(k_MCK), v_MCV * weight_MCC[:, -1, :, None])
+    written_MKV = product(transpose(k_MCK), v_MCV * weight_MCC[:, -1, :, None])
     keep_N, written_N = since_start_MC[:, -1].reshape(-1, B * H, 1, 1), written_MKV.reshape(-1, B * H, K, V)
     last, starts = ops.scan(lambda S, x: (x[0] * S + x[1], S), S_BHKV.reshape(B * H, K, V), (keep_N, written_N))
     return starts.reshape(-1, K, V), last.reshape(B, H, K, V)
@@ -94,38 +95,46 @@ def _states(k_MCK, v_MCV, weight_MCC, since_start_MC, S_BHKV) -> tuple[Array, Ar
 
 def read(q_MCK: Array, c: Chunks) -> Array:
     """o [M, C, V]: every token's query against its own state."""
-    inside = product(product(q_MCK, _T(c.k_MCK)) * c.weight_MCC, c.v_MCV)
+    inside = product(product(q_MCK, transpose(c.k_MCK)) * c.weight_MCC, c.v_MCV)
     return inside + product(q_MCK, c.starts_MKV) * c.since_start_MC[..., None]
 
 
 def pull_back(q_MCK: Array, c: Chunks, do_MCV: Array, dlast_BHKV: Array) -> tuple[Array, Array, Array, Array, Array]:
     """Gradients (dq [M, C, K], dk, dv, dlog_decay [M, C], dS [B, H, K, V]) of `read` and of the last state."""
+    dends_MKV, dS_BHKV = state_gradients(q_MCK, c, do_MCV, dlast_BHKV)
+    dq, dk, dv, decays = inside(q_MCK, c, do_MCV, dends_MKV)
+    return dq, dk, dv, chunks.decay_gradient(decays), dS_BHKV
+
+
+def state_gradients(q_MCK, c: Chunks, do_MCV, dlast_BHKV) -> tuple[Array, Array]:
+    """The gradient of the state at each chunk's end [M, K, V], and of the first [B, H, K, V]."""
     ops = arrays.of(q_MCK)
     B, H, K, V = dlast_BHKV.shape
+    keep_N = c.since_start_MC[:, -1].reshape(-1, B * H, 1, 1)
+    read_N = product(transpose(q_MCK), do_MCV * c.since_start_MC[..., None]).reshape(-1, B * H, K, V)
+    dS, dends = ops.scan(lambda D, x: (x[0] * D + x[1], D), dlast_BHKV.reshape(B * H, K, V), (keep_N, read_N), reverse=True)
+    return dends.reshape(-1, K, V), dS.reshape(B, H, K, V)
+
+
+def inside(q_MCK: Array, c: Chunks, do_MCV: Array, dends_MKV: Array) -> tuple[Array, Array, Array, DecayGradients]:
+    """Gradients (dq, dk, dv, decays) inside the chunks, given those of the states at their ends."""
+    ops = arrays.of(q_MCK)
     since_start, to_end = c.since_start_MC[..., None], c.weight_MCC[:, -1, :, None]
-    keep_M = c.since_start_MC[:, -1]
-
-    read_MKV = product(_T(q_MCK), do_MCV * since_start)
-    xs = keep_M.reshape(-1, B * H, 1, 1), read_MKV.reshape(-1, B * H, K, V)
-    dS, dends_N = ops.scan(lambda D, x: (x[0] * D + x[1], D), dlast_BHKV.reshape(B * H, K, V), xs, reverse=True)
-    dends_MKV = dends_N.reshape(-1, K, V)  # of the state at each chunk's end
-
-    score_MCC = product(q_MCK, _T(c.k_MCK))
-    dscore_MCC = product(do_MCV, _T(c.v_MCV)) * c.weight_MCC
-    dq_start = product(do_MCV, _T(c.starts_MKV)) * since_start
-    dk_end = product(c.v_MCV, _T(dends_MKV)) * to_end
+    score_MCC = product(q_MCK, transpose(c.k_MCK))
+    dscore_MCC = product(do_MCV, transpose(c.v_MCV)) * c.weight_MCC
+    dq_start = product(do_MCV, transpose(c.starts_MKV)) * since_start
+    dk_end = product(c.v_MCV, transpose(dends_MKV)) * to_end
     dq = product(dscore_MCC, c.k_MCK) + dq_start
-    dk = product(_T(dscore_MCC), q_MCK) + dk_end
-    dv = product(_T(score_MCC * c.weight_MCC), do_MCV) + product(c.k_MCK, dends_MKV) * to_end
-
-    through_M = keep_M * ops.sum(c.starts_MKV * dends_MKV, (1, 2))
-    dlog_decay = chunks.decay_gradient(dscore_MCC * score_MCC, ops.sum(q_MCK * dq_start, -1), ops.sum(c.k_MCK * dk_end, -1), through_M)
-    return dq, dk, dv, dlog_decay, dS.reshape(B, H, K, V)
+    dk = product(transpose(dscore_MCC), q_MCK) + dk_end
+    dv = product(transpose(score_MCC * c.weight_MCC), do_MCV) + product(c.k_MCK, dends_MKV) * to_end
+    through_M = c.since_start_MC[:, -1] * ops.sum(c.starts_MKV * dends_MKV, (1, 2))
+    decays = DecayGradients(dscore_MCC * score_MCC, ops.sum(q_MCK * dq_start, -1), ops.sum(c.k_MCK * dk_end, -1), through_M)
+    return dq, dk, dv, decays
 
 
 def product(a: Array, b: Array) -> Array:
     return arrays.of(a).matmul(a, b, precision="highest")
 
 
-def _T(x: Array) -> Array:
+def transpose(x: Array) -> Array:
     return arrays.of(x).swapaxes(x, -1, -2)

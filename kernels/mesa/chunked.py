@@ -127,9 +127,9 @@ class System:
 
     def write_back(self, do_MCV: Array) -> Array:
         """G_t do_t [M, C, K]."""
-        ops, c = arrays.of(do_MCV), self.values
-        inside = product(product(do_MCV, ops.swapaxes(c.v_MCV, 1, 2)) * c.weight_MCC, c.k_MCK)
-        return inside + product(do_MCV, ops.swapaxes(c.starts_MKV, 1, 2)) * c.since_start_MC[..., None]
+        c = self.values
+        inside = product(product(do_MCV, linear.transpose(c.v_MCV)) * c.weight_MCC, c.k_MCK)
+        return inside + product(do_MCV, linear.transpose(c.starts_MKV)) * c.since_start_MC[..., None]
 
     def diagonal(self) -> Array:
         ops, c = arrays.of(self.lam_M1K), self.keys

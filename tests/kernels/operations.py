@@ -14,12 +14,20 @@ from kernels import arrays
 from kernels.attention import State as AttentionState
 from kernels.attention import attention
 from kernels.attention import step as attention_step
+from kernels.delta_rule import delta_rule
+from kernels.delta_rule import step as delta_rule_step
 from kernels.linear_attention import State as LinearState
 from kernels.linear_attention import linear_attention
 from kernels.linear_attention import step as linear_attention_step
 from kernels.mesa import State as MesaState
 from kernels.mesa import mesa
 from kernels.mesa import step as mesa_step
+from kernels.mlstm import State as MLSTMState
+from kernels.mlstm import mlstm
+from kernels.mlstm import step as mlstm_step
+from kernels.rg_lru import State as RGLRUState
+from kernels.rg_lru import rg_lru
+from kernels.rg_lru import step as rg_lru_step
 
 # Largest |x - reference| / largest |reference|, for each output and each gradient, against the float64 reference on the same inputs.
 # "same": two orders of the same float32 computation. bfloat16: bfloat16 q, k, v and outputs, float32 inside.
@@ -44,7 +52,7 @@ class Operation:
     state: Callable[[np.random.Generator, Sizes], tuple[np.ndarray, ...]]
     fixed: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
-    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "sign")  # float32 at least, whatever q's dtype
+    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "sign", "log_input", "log_a")  # float32 at least, whatever q's dtype
     backend: str = "chunked"
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
     comparable: Callable[[Any], tuple] = lambda state: state[:-1]  # the arrays of a state that hold numbers, in a form that compares
@@ -76,6 +84,40 @@ def mesa_inputs(random, sizes):
     q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
     lam = random.uniform(0.5, 1.5, (H, K))
     return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H), "lam": lam}
+
+
+def delta_rule_inputs(random, sizes):
+    B, T, H, K, V = sizes
+    q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
+    gate = gates(random, B, T, H)
+    return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), "beta": gate["beta"], "log_decay": gate["log_decay"]}
+
+
+def without_decay(inputs):
+    return lambda random, sizes: {n: x for n, x in inputs(random, sizes).items() if n != "log_decay"}
+
+
+def mlstm_inputs(random, sizes):
+    """Input gates over eight orders of magnitude; keys and queries that meet, as a normaliser n . q that cancels amplifies rounding."""
+    B, T, H, K, V = sizes
+    q, k = (np.abs(random.standard_normal((B, T, H, K))) / K**0.5 for _ in range(2))
+    log_input = 3 * random.standard_normal((B, T, H))
+    return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), "log_input": log_input, "log_decay": gates(random, B, T, H)["log_decay"]}
+
+
+def mlstm_state(random, sizes):
+    B, _, H, K, V = sizes
+    return random.standard_normal((B, H, K, V)), random.standard_normal((B, H, K)), random.standard_normal((B, H))
+
+
+def rg_lru_inputs(random, sizes):
+    B, T, H, K, _ = sizes
+    return {"x": random.standard_normal((B, T, H * K)), "log_a": gates(random, B, T, H * K)["log_decay"]}
+
+
+def rg_lru_state(random, sizes):
+    B, _, H, K, _ = sizes
+    return (random.standard_normal((B, H * K)),)
 
 
 def attention_inputs(random, sizes):
@@ -139,11 +181,16 @@ MESA = Operation("mesa", mesa, mesa_step, mesa_inputs, MesaState, mesa_state, fi
 ATTENTION = Operation(
     "attention", attention, attention_step, attention_inputs, attention_state_of, attention_state, backend="library", comparable=attention_in_sight
 )
+DELTA_RULE = Operation("delta_rule", delta_rule, delta_rule_step, delta_rule_inputs, LinearState, matrix_state)
 OPERATIONS = {
     "attention": Operation(**{**vars(ATTENTION), "options": {"": {}, "scale": {"scale": 0.1}}}),
     "sliding window": Operation(**{**vars(ATTENTION), "state": partial(attention_state, slots=5), "options": {"": {"window": 5}}}),
+    "delta_rule": Operation(**{**vars(DELTA_RULE), "inputs": without_decay(delta_rule_inputs)}),
+    "delta_rule with decay": Operation(**{**vars(DELTA_RULE), "options": {"": {}, "scale": {"scale": 0.25}}}),
     "linear_attention": LINEAR,
     "linear_attention signed": Operation(**{**vars(LINEAR), "inputs": with_signs(linear_attention_inputs), "without_gradient": ("sign",), "options": {"": {}}}),
     "mesa": MESA,
     "mesa signed": Operation(**{**vars(MESA), "inputs": large_lam(with_signs(mesa_inputs)), "without_gradient": ("sign",), "options": {"": {"steps": 60}}}),
+    "mlstm": Operation("mlstm", mlstm, mlstm_step, mlstm_inputs, MLSTMState, mlstm_state),
+    "rg_lru": Operation("rg_lru", rg_lru, rg_lru_step, rg_lru_inputs, RGLRUState, rg_lru_state),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_full_attention_grows_its_cache_or_says_so():
 
 
 def test_positions_count_on_and_skip_padding():
-    segments = torch.tensor([[-1, 4, 4, -1, 5]])
+    segments = torch.tensor([[-1, 4, 4, -1, 5]], dtype=torch.int32)
     assert positions(segments, None, segments).tolist() == [[-1, 0, 1, 1, 2]]
     q, k, v = (x[:1, :5] for x in qkv())
     _, state = attention(q, k, v, segments=segments)
