@@ -10,6 +10,7 @@ import models
 from models.backbone import Model
 from pipelines.params import Params
 from stages import pack
+from stages.evaluate import takes
 from stages.spec import Spec
 
 VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
@@ -94,8 +95,8 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
         trained = spec("train", cell.name, training, {"budget": pack.budget_key(packed, rows[cell.budget])}, backbone=versions["model"]["backbone"], **layers)
 
-        evaluation = params.evaluation.model_dump() | what
-        evaluation |= {} if model.takes_settings else {"settings": {}}
+        settings = {name: setting.options() for name, setting in params.evaluation.settings.items() if takes(model, setting)}
+        evaluation = params.evaluation.model_dump() | what | {"settings": settings}
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
         spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
@@ -122,5 +123,5 @@ def _summary(params: Params, cell: Cell) -> dict[str, Any]:
         "parameters": model.parameters,
         "tokens": tokens,
         "flops": tokens * model.flops(params.packing.sequence_length, training=True),
-        "steps": params.models[cell.model].get("steps"),
+        "steps": next((layer.steps for layer in model.layers if hasattr(layer, "steps")), None),
     }
