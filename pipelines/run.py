@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pipelines.work import Outcome, Request, execute
 from stages.spec import Spec
 
 STORE = ".strata"
+REMEMBERED = ("train", "evaluate", "analyze")  # what MLflow hears of
 
 
 class Failed(Exception):
@@ -109,28 +109,26 @@ def commit(folder: Path = Path(".")) -> dict[str, Any]:
 
 
 def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:
-    if not ray:
-        from pipelines.progress import Progress
+    from pipelines.progress import Progress
 
-        with Progress(f"{wanted.stage} {wanted.cell}") as progress, _signals() as stopping:
-            return execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))
-    from pipelines import head, jobs
+    with Progress(f"{wanted.stage} {wanted.cell}") as progress:
+        if not ray:
+            with _signals() as stopping:
+                return execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))
+        from pipelines import head, jobs, tracking
 
-    address = head.address_from_environment()
-    return jobs.ask(wanted, address or head.ensure(root_of(context)), local=address is None)
+        if wanted.stage in REMEMBERED:
+            tracking.warm()
+        return jobs.ask(wanted, head.address_from_environment() or head.ensure(root_of(context)), progress=progress)
 
 
 def _remember(stage: str, cell: str, spec: Spec, context: dict[str, Any], made: Path) -> None:
     """Log to MLflow what this stage adds; a tracking server that is away is a warning."""
-    if stage not in ("train", "evaluate", "analyze"):
+    if stage not in REMEMBERED:
         return
     from pipelines import tracking
 
     tracking.remember(stage, cell, spec, context, made, root=root_of(context))
-
-
-def read_provenance(made: Path) -> dict[str, Any]:
-    return json.loads((made / "provenance.json").read_text())
 
 
 class _signals:
