@@ -6,9 +6,11 @@ Shapes: see matrix.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
-from models.layers.layer import product
+from kernels import delta_rule as kernel
+from models.layers.layer import Array, product
 from models.layers.matrix import CHUNK, MatrixLayer, readout_flops
 
 
@@ -27,7 +29,13 @@ class DeltaNet(MatrixLayer):
 
     name = "deltanet"
     gates: ClassVar[tuple[str, ...]] = ("write",)
+    operation = staticmethod(kernel.delta_rule)
+    one_token = staticmethod(kernel.step)
 
     def recurrence_flops(self, length: int) -> float:
         """The delta rule's."""
         return delta_flops(length, self.key_size)
+
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+        """beta."""
+        return (ops.sigmoid(gates["write"]),)

@@ -6,8 +6,11 @@ Shapes: see matrix.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
+from kernels import delta_rule as kernel
 from models.layers.deltanet import delta_flops
+from models.layers.layer import Array
 from models.layers.matrix import MatrixLayer
 
 
@@ -16,7 +19,13 @@ class GatedDeltaNet(MatrixLayer):
     """The delta rule with a forget and a write gate."""
 
     name = "gated_deltanet"
+    operation = staticmethod(kernel.delta_rule)
+    one_token = staticmethod(kernel.step)
 
     def recurrence_flops(self, length: int) -> float:
         """The delta rule's; decay costs no product."""
         return delta_flops(length, self.key_size)
+
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+        """beta and log gamma."""
+        return ops.sigmoid(gates["write"]), ops.log_sigmoid(gates["forget"])

@@ -9,17 +9,40 @@ Shapes: B batch, T time, D width, L = 1.25 D the recurrence's width, H blocks of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
-from models.layers.layer import TRAINING, Layer, product
+from kernels import rg_lru as kernel
+from kernels import segmentation
+from models.layers.layer import TRAINING, Array, Layer, State, linear, precise, product
 from models.parameters import Parameter, Table, normal, residual, zeros
 
 
 def decay_parameter(random: np.random.Generator, shape: tuple[int, ...], blocks: int) -> np.ndarray:
     """a_param such that a = exp(-8 softplus(a_param)), the decay at an open gate, has a^2 uniform in [0.9^2, 0.999^2] (Griffin, 2.4)."""
-    rate = -np.log(random.uniform(0.9**2, 0.999**2, shape)) / 2 / 8
+    rate = -np.log(random.uniform(0.9**2, 0.999**2, shape)) / 2 / RATE
     return np.log(np.expm1(rate)).astype(np.float32)
+
+
+RATE = 8
+STEEPEST = 1000.0
+"""Bound on the derivative of sqrt(1 - a^2) with respect to a^2, as RecurrentGemma has it."""
+
+
+def bounded_sqrt(x: Array, *, ops: ModuleType) -> Array:
+    """sqrt(x), its derivative 1 / sqrt(4 x) at most STEEPEST."""
+    slope = ops.stop_gradient(ops.rsqrt(ops.maximum(4 * x, STEEPEST**-2)))
+    return ops.stop_gradient(ops.sqrt(ops.maximum(x, 0.0)) - slope * x) + slope * x
+
+
+def first_tokens(x_BTD: Array, state: kernel.State | None, segments: Array | None, *, ops: ModuleType) -> Array:
+    """bool [B, T]: where a document starts, so that nothing was there to decay."""
+    B, T = x_BTD.shape[:2]
+    last_B = ops.full((B,), -1, ops.int32, x_BTD) if state is None else state.segment_B
+    if segments is None:
+        return (ops.arange(T, x_BTD) == 0)[None] & (last_B < 0)[:, None]
+    return (segments >= 0) & (segments != segmentation.running(segments, last_B)[:, :-1])
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,42 @@ class Hawk(Layer):
             "out": Parameter((lru, self.width), residual, axes=("lru", "width")),
             "out_bias": Parameter((self.width,), zeros, decay=False, axes=("width",)),
         }  # fmt: skip
+
+    def forward(
+        self, p: dict[str, Array], x_BTD: Array, state: State | None = None, segments: Array | None = None, *, ops: ModuleType,
+        record: dict[str, Array] | None = None,
+    ) -> tuple[Array, State]:  # fmt: skip
+        """See Layer.forward. State: the convolution's ("conv") and the recurrence's ("memory")."""
+        gate_BTL, u_BTL, log_a_BTL, after = self._inputs(p, x_BTD, state, segments, ops=ops)
+        h_BTL, after["memory"] = kernel.rg_lru(u_BTL, log_a_BTL, state=(state or {}).get("memory"), segments=segments)
+        return linear(ops.cast(h_BTL, x_BTD.dtype) * gate_BTL, p["out"], p["out_bias"], ops=ops), after
+
+    def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
+        """See Layer.step."""
+        gate_B1L, u_B1L, log_a_B1L, after = self._inputs(p, x_BD[:, None], state, None, ops=ops)
+        h_BL, after["memory"] = kernel.step(u_B1L[:, 0], log_a_B1L[:, 0], state=(state or {}).get("memory"))
+        return linear(ops.cast(h_BL, x_BD.dtype) * gate_B1L[:, 0], p["out"], p["out_bias"], ops=ops), after
+
+    def _inputs(
+        self, p: dict[str, Array], x_BTD: Array, state: State | None, segments: Array | None, *, ops: ModuleType
+    ) -> tuple[Array, Array, Array, State]:
+        """The GELU branch, what the recurrence adds and its log decay (both float32), and the convolution's next state."""
+        state = state or {}
+        gate_BTL = ops.gelu(linear(x_BTD, p["y"], p["y_bias"], ops=ops))
+        u_BTL = linear(x_BTD, p["x"], p["x_bias"], ops=ops)
+        u_BTL, conv = ops.short_convolution(u_BTL, p["conv"], p["conv_bias"], state=state.get("conv"), segments=segments)
+        u_BTL = precise(u_BTL, ops=ops)
+        r_BTL, i_BTL = (ops.sigmoid(self._block_diagonal(u_BTL, p[name], p[f"{name}_bias"], ops=ops)) for name in ("forget", "input"))
+        log_a_BTL = -RATE * r_BTL * ops.softplus(precise(p["decay"], ops=ops))
+        new_BTL = bounded_sqrt(-ops.expm1(2 * log_a_BTL), ops=ops)
+        new_BTL = ops.where(first_tokens(x_BTD, state.get("memory"), segments, ops=ops)[..., None], 1.0, new_BTL)
+        return gate_BTL, new_BTL * i_BTL * u_BTL, log_a_BTL, {"conv": conv}
+
+    def _block_diagonal(self, u_BTL: Array, weight_HIJ: Array, bias_L: Array, *, ops: ModuleType) -> Array:
+        """Each of H blocks of channels through its own square matrix."""
+        u_BTHI = u_BTL.reshape(*u_BTL.shape[:2], self.heads, -1)
+        y_BTHJ = ops.einsum("bthi,hij->bthj", u_BTHI, ops.cast(weight_HIJ, u_BTL.dtype))
+        return y_BTHJ.reshape(u_BTL.shape) + ops.cast(bias_L, u_BTL.dtype)
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """Three linear maps, convolution, block-diagonal gates; the recurrence itself is one multiply-add an element."""

@@ -9,6 +9,7 @@ Shapes: B batch, T time, D width, H heads, K key and value size, C = H K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -32,6 +33,10 @@ class MatrixLayer(Layer):
     convolve_values: bool = False
 
     gates: ClassVar[tuple[str, ...]] = ("forget", "write")
+    operation: ClassVar[Callable]
+    """The kernel: (q, k, v, *operands, state, segments) -> (o, state, ...), over [B, T, H, K]."""
+    one_token: ClassVar[Callable]
+    """The kernel's step: the same over [B, H, K]."""
 
     def __post_init__(self) -> None:
         if self.convolution < 1:
@@ -59,21 +64,25 @@ class MatrixLayer(Layer):
         record: dict[str, Array] | None = None,
     ) -> tuple[Array, State]:  # fmt: skip
         """See Layer.forward. State: the recurrence's ("memory") and each convolution's ("q_conv", "k_conv")."""
-        q, k, v, gates, after = self._inputs(p, x_BTD, state, segments, ops=ops)
-        o_BTHK, after["memory"] = self.recur(p, q, k, v, gates, (state or {}).get("memory"), segments, ops=ops, record=record)
+        q, k, v, operands, after = self._inputs(p, x_BTD, state, segments, ops=ops)
+        o_BTHK, after["memory"], *info = type(self).operation(
+            q, k, v, *operands, **self.settings(), state=(state or {}).get("memory"), segments=segments
+        )
+        if record is not None:
+            record |= self.scalars(operands, info, ops=ops)
         return self._output(p, o_BTHK, ops=ops), after
 
     def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
         """See Layer.step."""
-        q, k, v, gates, after = self._inputs(p, x_BD[:, None], state, None, ops=ops)
-        gates = {name: value[:, 0] for name, value in gates.items()}
-        o_BHK, after["memory"] = self.recur_step(p, q[:, 0], k[:, 0], v[:, 0], gates, (state or {}).get("memory"), ops=ops)
+        q, k, v, operands, after = self._inputs(p, x_BD[:, None], state, None, ops=ops)
+        q, k, v, *operands = (x[:, 0] if x.ndim > 2 else x for x in (q, k, v, *operands))
+        o_BHK, after["memory"], *_ = type(self).one_token(q, k, v, *operands, **self.settings(), state=(state or {}).get("memory"))
         return self._output(p, o_BHK, ops=ops), after
 
     def _inputs(
         self, p: dict[str, Array], x_BTD: Array, state: State | None, segments: Array | None, *, ops: ModuleType
-    ) -> tuple[Array, Array, Array, dict[str, Array], State]:
-        """q, k, v [B, T, H, K], the gates [B, T, H] before their sigmoid, and the convolutions' next states."""
+    ) -> tuple[Array, Array, Array, tuple[Array, ...], State]:
+        """q, k, v [B, T, H, K], the operation's further operands, and the convolutions' next states."""
         after = {}
 
         def heads(name: str) -> Array:
@@ -86,7 +95,7 @@ class MatrixLayer(Layer):
 
         q, k, v = self.prepare(heads("q"), heads("k"), heads("v"), ops=ops)
         gates = {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}
-        return q, k, v, gates, after
+        return q, k, v, self.operands(p, gates, ops=ops), after
 
     def _output(self, p: dict[str, Array], o: Array, *, ops: ModuleType) -> Array:
         """Read-outs [..., H, K], normalised per head, to the stream [..., D]."""
@@ -97,23 +106,20 @@ class MatrixLayer(Layer):
         """Queries and keys to unit length."""
         return ops.l2_normalise(q_BTHK), ops.l2_normalise(k_BTHK), v_BTHK
 
-    def recur(
-        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
-        *, ops: ModuleType, record: dict[str, Array] | None,
-    ) -> tuple[Array, Any]:  # fmt: skip
-        """The recurrence: read-outs o [B, T, H, K] and its state. gates: [B, T, H] by name, before their sigmoid, float32."""
-        raise NotImplementedError(f"Layer {self.name!r} has no forward pass yet: its parameters and costs can be planned, but not trained.")
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+        """What the operation takes after q, k and v: activated gates [B, T, H] and parameters [H, K].
 
-    def recur_step(
-        self, p: dict[str, Array], q_BHK: Array, k_BHK: Array, v_BHK: Array, gates: dict[str, Array], memory: Any, *, ops: ModuleType
-    ) -> tuple[Array, Any]:
-        """One token of the recurrence: o [B, H, K] and its state. gates: [B, H] by name, before their sigmoid, float32."""
+        gates: [B, T, H] by name, before their activation, float32.
+        """
         raise NotImplementedError
 
-    @property
-    def trainable(self) -> str | None:
-        """None where the recurrence is there."""
-        return "no forward pass yet" if type(self).recur is MatrixLayer.recur else None
+    def settings(self) -> dict[str, Any]:
+        """The operation's options."""
+        return {}
+
+    def scalars(self, operands: tuple[Array, ...], info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
+        """What the layer records of a forward pass, from its operands and what the operation gave beside output and state."""
+        return {}
 
     def around_flops(self) -> int:
         """Projections, convolutions and gates, forward, a token."""

@@ -42,6 +42,8 @@ class Mesa(MatrixLayer):
     forget_bound: float = 0.9975
 
     name = "mesa"
+    operation = staticmethod(kernel.mesa)
+    one_token = staticmethod(kernel.step)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,36 +68,20 @@ class Mesa(MatrixLayer):
             "lambda": Parameter((self.heads, self.key_size), constant(start), decay=False, axes=("heads", "key")),
         }
 
-    def recur(
-        self, p: dict[str, Array], q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, gates: dict[str, Array], memory: Any, segments: Array | None,
-        *, ops: ModuleType, record: dict[str, Array] | None,
-    ) -> tuple[Array, Any]:  # fmt: skip
-        """The solve and the read-out; see MatrixLayer.recur. Records cg_steps, cg_residual (the true one) and gamma, means over tokens and heads."""
-        log_decay, beta, lam_HK = self._regression(p, gates, ops=ops)
-        o_BTHK, memory, info = kernel.mesa(
-            q_BTHK, k_BTHK, v_BTHK, log_decay, beta, lam_HK, **self._solver, state=memory, segments=segments
-        )  # fmt: skip
-        if record is not None:
-            facts = {"cg_steps": info["steps"], "cg_residual": info["residual"], "gamma": ops.exp(ops.stop_gradient(log_decay))}
-            record |= {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
-        return o_BTHK, memory
-
-    def recur_step(
-        self, p: dict[str, Array], q_BHK: Array, k_BHK: Array, v_BHK: Array, gates: dict[str, Array], memory: Any, *, ops: ModuleType
-    ) -> tuple[Array, Any]:
-        """See MatrixLayer.recur_step."""
-        o_BHK, memory, _ = kernel.step(q_BHK, k_BHK, v_BHK, *self._regression(p, gates, ops=ops), **self._solver, state=memory)
-        return o_BHK, memory
-
-    @property
-    def _solver(self) -> dict[str, Any]:
-        return {"steps": self.steps, "eps": self.eps, "criterion": self.criterion, "solve": self.solve, "start": self.start}
-
-    def _regression(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, Array, Array]:
-        """log gamma and beta, shaped as the gates, and Lambda's diagonal [H, K]."""
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+        """log gamma, beta, and Lambda's diagonal [H, K]."""
         beta = ops.sigmoid(gates["write"])
         log_decay = ops.log_sigmoid(gates["forget"]) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
         return log_decay, beta, self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
+
+    def settings(self) -> dict[str, Any]:
+        """The solver's."""
+        return {"steps": self.steps, "eps": self.eps, "criterion": self.criterion, "solve": self.solve, "start": self.start}
+
+    def scalars(self, operands: tuple[Array, ...], info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
+        """Means over tokens and heads: steps taken, the true residual ||q - (H + Lambda) q*|| / ||q||, gamma."""
+        facts = {"cg_steps": info[0]["steps"], "cg_residual": info[0]["residual"], "gamma": ops.exp(ops.stop_gradient(operands[0]))}
+        return {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward.

@@ -9,11 +9,13 @@ Shapes: see matrix.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from models.layers.layer import product
+from kernels import mlstm as kernel
+from models.layers.layer import Array, product
 from models.layers.matrix import MatrixLayer
 from models.parameters import Table, normal, zeros
 
@@ -29,6 +31,8 @@ class MLSTM(MatrixLayer):
 
     name = "mlstm"
     gates: ClassVar[tuple[str, ...]] = ("forget", "write")
+    operation = staticmethod(kernel.mlstm)
+    one_token = staticmethod(kernel.step)
 
     def parameters(self) -> Table:
         """The common block's; gates begin as xLSTM's do: weights 0, forget biases 3 to 6, write biases N(0, 0.1^2)."""
@@ -43,3 +47,11 @@ class MLSTM(MatrixLayer):
     def state_floats(self, length: int) -> int:
         """K^2 and the normaliser's K a head."""
         return self.heads * (self.key_size**2 + self.key_size)
+
+    def prepare(self, q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, *, ops: ModuleType) -> tuple[Array, Array, Array]:
+        """Keys over sqrt(K)."""
+        return q_BTHK, k_BTHK * self.key_size**-0.5, v_BTHK
+
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+        """log i and log f."""
+        return gates["write"], ops.log_sigmoid(gates["forget"])

@@ -3,7 +3,7 @@
 Float32 on the CPU. Differences are relative to the largest magnitude; the bound is 3e-5, which covers sums taken in another order.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ import torch
 from kernels import arrays
 from models import build, build_layer
 from models.layers import LAYERS
+from models.layers.layer import Layer
+from models.parameters import Parameter
 
 SCALE = {"layers": 2, "width": 48, "heads": 2, "key_size": 16, "mlp": 64}
 VOCABULARY, BOUND = 61, 3e-5
@@ -22,7 +24,8 @@ ENTRIES |= {
     "mesa_start": {"layer": "mesa", "steps": 0},
     "mesa_unsolved": {"layer": "mesa", "solve": False},
     "gla_values": {"layer": "gla", "convolve_values": True},
-    "gla_hybrid": {"pattern": [{"layer": "gla"}, {"layer": "attention"}]},
+    "gla_attention": {"pattern": [{"layer": "gla"}, {"layer": "attention"}]},
+    "hawk_mesa": {"pattern": [{"layer": "hawk"}, {"layer": "mesa"}]},
 }
 every = pytest.mark.parametrize("name", ENTRIES)
 
@@ -160,7 +163,7 @@ def test_states_continue_their_segment_and_reset_at_another(name):
         assert difference(torch.cat((first, second), 1), expected) < BOUND, cut
 
 
-@every
+@pytest.mark.parametrize("name", [*LAYERS, "swa"])  # a compilation each: seconds
 def test_torch_equals_jax(name):
     """The same weights give the same logits and the same gradients through the same code."""
     jax = pytest.importorskip("jax")
@@ -208,10 +211,23 @@ def test_every_parameter_has_a_gradient(name):
             assert value.grad is not None and value.grad.abs().max() > 0, key
 
 
-def test_layers_without_a_forward_pass_say_so():
-    for name in LAYERS:
-        model = build({"layer": name}, SCALE, vocab_size=VOCABULARY)
-        if model.trainable is not None:
-            assert model.trainable == "no forward pass yet"
-            with pytest.raises(NotImplementedError, match="no forward pass yet"):
-                model.forward(model.init(0), tokens_of(1, 3))
+def test_a_layer_without_a_forward_pass_says_so():
+    """What a file with a parameter table alone gives: it can be planned, and says why it cannot be trained."""
+
+    @dataclass(frozen=True)
+    class Planned(Layer):
+        name = "planned"
+
+        def parameters(self):
+            return {"out": Parameter((self.width, self.width), axes=("width", "width"))}
+
+        def flops(self, length, *, steps=None, training=False):
+            return 2.0 * self.width**2
+
+        def state_floats(self, length):
+            return 0
+
+    model = build_one(Planned(width=48, heads=2, key_size=16))
+    assert model.parameters > 0 and model.flops(10) > 0 and model.trainable == "no forward pass yet"
+    with pytest.raises(NotImplementedError, match="no forward pass yet"):
+        model.forward(model.init(0), tokens_of(1, 3))
