@@ -34,9 +34,7 @@ class Solved(NamedTuple):
     inverse_MCC: Array
 
 
-def delta_rule(
-    q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None, chunk: int | None = None
-) -> tuple[Array, State]:
+def delta_rule(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None, chunk: int | None = None) -> tuple[Array, State]:
     """See `kernels.delta_rule.delta_rule`; `chunk` is the chunk's length."""
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state

@@ -60,9 +60,7 @@ def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, s
         diagonal, _ = linear.linear_attention(one, one, k32 * k32, log_decay, beta, state=start_BH1K, **options)
         solution = jacobi(q32, diagonal + lam)
     statistics = LinearState(ops.concatenate((state.G_BHKV, state.H_BHKK), -1), state.segment_B)
-    read, statistics = linear.linear_attention(
-        solution, k32, ops.concatenate((v32, k32), -1), log_decay, beta, state=statistics, **options
-    )
+    read, statistics = linear.linear_attention(solution, k32, ops.concatenate((v32, k32), -1), log_decay, beta, state=statistics, **options)
     residual = relative_residual(*(ops.stop_gradient(x) for x in (q32, q32 - read[..., V:] - lam * solution)))
     padding = None if segments is None else (segments < 0)[..., None]
     taken = ops.zeros(q.shape[:3], ops.int32, q)

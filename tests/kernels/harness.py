@@ -57,7 +57,9 @@ def dtype_of(operation: Operation, name: str, dtype: str) -> str:
     return "float32" if dtype == "bfloat16" and name in operation.float32 else dtype
 
 
-def to_torch(operation: Operation, xs: dict[str, np.ndarray], state: tuple | None, dtype: str, ids: np.ndarray | None = None, gradient: bool = False):
+def to_torch(
+    operation: Operation, xs: dict[str, np.ndarray], state: tuple | None, dtype: str, ids: np.ndarray | None = None, gradient: bool = False
+):
     """(xs, state or None) as torch tensors; the state's segment id is 0 unless given."""
     given = {n: torch.tensor(x, dtype=getattr(torch, dtype_of(operation, n, dtype))) for n, x in xs.items()}
     if gradient:
@@ -93,7 +95,11 @@ def run_torch(operation: Operation, xs, state, segments, dtype: str, backend: st
     leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | state_leaves(start, state)
     gradients = torch.autograd.grad(weighted(operation, o, end), list(leaves.values()), allow_unused=True)
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves.values(), strict=True)]
-    results = {"o": o, **{f"end {i}": x for i, x in enumerate(operation.comparable(end))}, **{f"d {n}": g for n, g in zip(leaves, gradients, strict=True)}}
+    results = {
+        "o": o,
+        **{f"end {i}": x for i, x in enumerate(operation.comparable(end))},
+        **{f"d {n}": g for n, g in zip(leaves, gradients, strict=True)},
+    }
     return {n: x.detach().double().numpy() for n, x in results.items()}
 
 
@@ -101,7 +107,9 @@ def run_jax(operation: Operation, xs, state, segments, backend: str | None, **op
     """As `run_torch`, in float32 through JAX."""
     given = {n: jnp.asarray(x, jnp.float32) for n, x in xs.items()}
     fixed = {n: x for n, x in given.items() if n in operation.without_gradient}
-    leaves = {n: x for n, x in given.items() if n not in fixed} | {f"state {i}": jnp.asarray(x, jnp.float32) for i, x in enumerate(state or ())}
+    leaves = {n: x for n, x in given.items() if n not in fixed} | {
+        f"state {i}": jnp.asarray(x, jnp.float32) for i, x in enumerate(state or ())
+    }
     ids = jnp.zeros(len(next(iter(xs.values()))), jnp.int32)
     segments = None if segments is None else jnp.asarray(segments)
 

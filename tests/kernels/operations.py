@@ -102,7 +102,13 @@ def mlstm_inputs(random, sizes):
     B, T, H, K, V = sizes
     q, k = (np.abs(random.standard_normal((B, T, H, K))) / K**0.5 for _ in range(2))
     log_input = 3 * random.standard_normal((B, T, H))
-    return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), "log_input": log_input, "log_decay": gates(random, B, T, H)["log_decay"]}
+    return {
+        "q": q,
+        "k": k,
+        "v": random.standard_normal((B, T, H, V)),
+        "log_input": log_input,
+        "log_decay": gates(random, B, T, H)["log_decay"],
+    }
 
 
 def mlstm_state(random, sizes):
@@ -176,10 +182,34 @@ def mesa_state(random, sizes):
     return random.standard_normal((B, H, K, V)), root @ root.swapaxes(-1, -2)
 
 
-LINEAR = Operation("linear_attention", linear_attention, linear_attention_step, linear_attention_inputs, LinearState, matrix_state, options={"": {}, "scale": {"scale": 0.25}})
-MESA = Operation("mesa", mesa, mesa_step, mesa_inputs, MesaState, mesa_state, fixed=("lam",), options={"": {"steps": 60}, "start": {"steps": 0}, "gla": {"solve": False}})
+LINEAR = Operation(
+    "linear_attention",
+    linear_attention,
+    linear_attention_step,
+    linear_attention_inputs,
+    LinearState,
+    matrix_state,
+    options={"": {}, "scale": {"scale": 0.25}},
+)
+MESA = Operation(
+    "mesa",
+    mesa,
+    mesa_step,
+    mesa_inputs,
+    MesaState,
+    mesa_state,
+    fixed=("lam",),
+    options={"": {"steps": 60}, "start": {"steps": 0}, "gla": {"solve": False}},
+)
 ATTENTION = Operation(
-    "attention", attention, attention_step, attention_inputs, attention_state_of, attention_state, backend="library", comparable=attention_in_sight
+    "attention",
+    attention,
+    attention_step,
+    attention_inputs,
+    attention_state_of,
+    attention_state,
+    backend="library",
+    comparable=attention_in_sight,
 )
 DELTA_RULE = Operation("delta_rule", delta_rule, delta_rule_step, delta_rule_inputs, LinearState, matrix_state)
 OPERATIONS = {

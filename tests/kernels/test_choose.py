@@ -61,7 +61,10 @@ def test_what_does_not_exist_is_refused_by_name(monkeypatch, name):
 
 
 def test_a_refusal_on_an_accelerator_is_one_warning_that_names_the_operation(monkeypatch):
-    offered = {**kernels.backends("mesa"), "triton": lambda shape, dtype, device: f"K is {shape['K']}, at most 128" if shape["K"] > 128 else None}
+    offered = {
+        **kernels.backends("mesa"),
+        "triton": lambda shape, dtype, device: f"K is {shape['K']}, at most 128" if shape["K"] > 128 else None,
+    }
     monkeypatch.setitem(kernels._offered, "mesa", offered)
     assert kernels.choose("mesa", SHAPE, "bfloat16", "cuda") == "triton"
     with pytest.warns(UserWarning, match="mesa runs as chunked on cuda.*K is 256, at most 128"):

@@ -1,5 +1,7 @@
 """What every sequence operation must do, for every entry of the table in operations.py."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,10 @@ def test_parity_with_the_reference_in_float64(name, option, size, dtype):
 def test_parity_without_documents(name, option, started):
     operation, options = settings(name, option)
     xs, state = make(operation, SIZES["odd"])
-    runs = [run_torch(operation, xs, state if started else None, None, "float32" if b else "float64", b or "reference", **options) for b in (None, operation.backend)]
+    runs = [
+        run_torch(operation, xs, state if started else None, None, "float32" if b else "float64", b or "reference", **options)
+        for b in (None, operation.backend)
+    ]
     compare(runs[1], runs[0], TOLERANCES["float32"])
 
 
@@ -67,6 +72,21 @@ def test_the_reference_runs_in_jax(name):
     segments = split_documents(*SIZES["odd"][:2])
     ours = run_torch(operation, xs, state, segments, "float64", "reference", **options)
     compare(run_jax(operation, xs, state, segments, "reference", **options), ours, TOLERANCES["float32"])
+
+
+def test_the_reference_runs_in_jax_in_float64():
+    operation, options = settings("linear_attention")
+    xs, state = make(operation, (1, 9, 1, 4, 4))
+    ours = run_torch(operation, xs, state, None, "float64", "reference", **options)
+    with jax.enable_x64(True):
+        given = {n: jnp.asarray(x) for n, x in xs.items()}
+        start = operation.state_type(jnp.asarray(state[0]), jnp.zeros(1, jnp.int32))
+        o, end, _ = call(operation, given, start, None, backend="reference", **options)
+        assert (
+            o.dtype == jnp.float64
+            and error(o, ours["o"]) <= TOLERANCES["float64"]
+            and error(end[0], ours["end 0"]) <= TOLERANCES["float64"]
+        )
 
 
 @every_variant
@@ -115,14 +135,23 @@ def test_a_document_never_moves_another(name, option):
     other, _ = make(operation, SIZES["odd"], seed=5)
     B, T = SIZES["odd"][:2]
     ids = np.repeat(np.array([[0, 1, 2]], np.int32), [9, 12, 16], axis=1).repeat(B, 0)
-    inside = {n: (x if n in operation.fixed else np.where((ids == 1).reshape(B, T, *[1] * (x.ndim - 2)), 3 * other[n] if n in "qkvx" else other[n], x)) for n, x in xs.items()}
+    inside = {
+        n: (
+            x
+            if n in operation.fixed
+            else np.where((ids == 1).reshape(B, T, *[1] * (x.ndim - 2)), 3 * other[n] if n in "qkvx" else other[n], x)
+        )
+        for n, x in xs.items()
+    }
 
     def run(xs):
         given, start = to_torch(operation, xs, state, "float32", gradient=True)
         o, end, _ = call(operation, given, start, torch.tensor(ids), **options)
         last = o[:, ids[0] == 2]
         leaves = {n: x for n, x in given.items() if n not in operation.without_gradient} | state_leaves(start, state)
-        gradients = torch.autograd.grad(last.square().sum() + sum(x.square().sum() for x in operation.comparable(end)), list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            last.square().sum() + sum(x.square().sum() for x in operation.comparable(end)), list(leaves.values()), allow_unused=True
+        )
         return o, last, end, dict(zip(leaves, gradients, strict=True))
 
     (o_a, last_a, end_a, grad_a), (o_b, last_b, end_b, grad_b) = run(xs), run(inside)
@@ -240,6 +269,7 @@ def test_torch_compile_takes_it_whole(name):
     xs, _ = make(operation, SIZES["odd"])
     ids = torch.tensor(split_documents(*SIZES["odd"][:2]))
     results = []
+    torch.compiler.reset()
     for compiled in (False, True):
         given, _ = to_torch(operation, xs, None, "float32", gradient=True)
         f = lambda given: call(operation, given, None, ids, **options)[0].square().sum()  # noqa: E731

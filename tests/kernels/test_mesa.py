@@ -122,7 +122,9 @@ def test_screaming(eps):
     o, _, info = mesa(*cast(xs), eps=eps)
     assert error(o, exact) <= BOUND_SCREAMING["o"] and (info["residual"] <= 2e-4).all()
     do = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(1))
-    for name, g, e in zip("q k v log_decay beta lam".split(), gradients(xs, do, eps=eps), gradients(xs, do.double(), steps=100), strict=True):
+    for name, g, e in zip(
+        "q k v log_decay beta lam".split(), gradients(xs, do, eps=eps), gradients(xs, do.double(), steps=100), strict=True
+    ):
         assert error(g, e) <= BOUND_SCREAMING[name], name
 
 
