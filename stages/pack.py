@@ -68,7 +68,8 @@ class Parameters(Packing):
 
 def _identity(spec: Spec, role: str, *names: str) -> dict[str, Any]:
     data = {name: key for name, key in spec.inputs.items() if name.startswith(f"{role}/")}
-    return {role: data} | {name: spec.parameters[name] for name in ("sequence_length", "seed", "window", "vocab_size", "bos", *names)}
+    parameters = Parameters.model_validate(spec.parameters)
+    return {role: data} | {name: getattr(parameters, name) for name in ("sequence_length", "seed", "window", "vocab_size", "bos", *names)}
 
 
 def shard_key(spec: Spec, shard: int) -> str:

@@ -8,11 +8,11 @@ its tokens are those of the whole text. A text that has no such place in HUGE by
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
 import warnings
+from binascii import a2b_base64
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -182,7 +182,7 @@ def _character(data: np.ndarray, place: int) -> int:
 def _tiktoken(path: Path) -> Any:
     import tiktoken
 
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines())}
+    ranks = {a2b_base64(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines())}
     return tiktoken.Encoding(
         "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={SPECIAL.decode(): GPT2_BOS}, explicit_n_vocab=GPT2_SIZE
     )
