@@ -59,7 +59,10 @@ def _accelerators(params: Params) -> list[str]:
     from pipelines.nodes import accelerators
 
     here = accelerators()
-    wanted = {worker.accelerator: worker.count for cell in cells(params) if (worker := params.worker(cell.scale)).accelerator}
+    wanted: dict[str, int] = {}
+    for worker in (params.worker(cell.scale) for cell in cells(params)):
+        if worker.accelerator:
+            wanted[worker.accelerator] = max(worker.count, wanted.get(worker.accelerator, 0))
     found = []
     for name, number in sorted(wanted.items()):
         kind = params.accelerators[name].kind

@@ -84,8 +84,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="the same for machines")] = False,
 ) -> None:
     """What a study takes, cell by cell, and what will run and why; nothing is run."""
-    from pipelines import run as running
     from pipelines import plan as planning
+    from pipelines import run as running
     from pipelines.params import load
     from pipelines.resolve import context
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipelines import workspace
 from pipelines.cells import specs, version_table
-from pipelines.run import store_of
 from pipelines.params import load, nearest
 from pipelines.resolve import context, roles
+from pipelines.run import store_of
 from pipelines.store import Busy
 
 SHORTEST_KEY = 6

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.cells import Specs, specs, version_table
-from pipelines.run import store_of
 from pipelines.params import load, nearest
 from pipelines.plan import hours
 from pipelines.resolve import context, roles
+from pipelines.run import store_of
 from pipelines.states import last_progress, states
 from pipelines.store import Store
 
