@@ -82,7 +82,9 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         spec("tokenize", name, {"source": name, **identity(name)}, {"vocabulary": vocabulary.key})
 
     shape = {"vocab_size": params.vocabulary.size, "bos": params.vocabulary.bos, "sequence_length": params.packing.sequence_length}
-    rows = {name: params.steps(name) * params.training.batch for name in params.budgets if any(cell.budget == name for cell in cells(params))}
+    rows = {
+        name: params.steps(name) * params.training.batch for name in params.budgets if any(cell.budget == name for cell in cells(params))
+    }
     tokens = {f"{role}/{name}": found["tokenize", name].key for role in ("training", "validation") for name in by_role[role]}
     packed = spec(*PACK, params.packing.model_dump() | shape | {"budgets": rows}, tokens)
 
@@ -93,7 +95,14 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         layers = {f"layers.{layer.name}": versions["layers"][layer.name] for layer in model.layers}
         training = params.training.model_dump() | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
-        trained = spec("train", cell.name, training, {"budget": pack.budget_key(packed, rows[cell.budget])}, backbone=versions["model"]["backbone"], **layers)
+        trained = spec(
+            "train",
+            cell.name,
+            training,
+            {"budget": pack.budget_key(packed, rows[cell.budget])},
+            backbone=versions["model"]["backbone"],
+            **layers,
+        )
 
         settings = {name: setting.options() for name, setting in params.evaluation.settings.items() if takes(model, setting)}
         evaluation = params.evaluation.model_dump() | what | {"settings": settings}

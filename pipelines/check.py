@@ -49,7 +49,9 @@ def _disk(params: Params, folder: Path) -> list[str]:
     free = shutil.disk_usage(place).free
     if needed <= free:
         return []
-    return [f"disk: about {needed / GIB:,.0f} GiB are needed for tokens, packed rows and weights, {free / GIB:,.0f} are free; set cluster.storage to a larger place."]
+    return [
+        f"disk: about {needed / GIB:,.0f} GiB are needed for tokens, packed rows and weights, {free / GIB:,.0f} are free; set cluster.storage to a larger place."
+    ]
 
 
 def _accelerators(params: Params) -> list[str]:

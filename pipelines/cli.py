@@ -10,11 +10,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Scaled pretraining studies from one params.yaml.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Scaled pretraining studies from one params.yaml."
+)
 
 MISTAKE, FAILURE, STOPPED = 2, 1, 130
 
-StudyArgument = Annotated[str | None, typer.Argument(help="a folder with a params.yaml, or the name of one under pipelines/; this folder if not given")]
+StudyArgument = Annotated[
+    str | None, typer.Argument(help="a folder with a params.yaml, or the name of one under pipelines/; this folder if not given")
+]
 
 
 def main() -> None:
@@ -69,7 +73,9 @@ def run(
     if stage not in workspace.STAGES:
         raise ValueError(f"There is no stage {stage!r}; {nearest(stage, ['resolve', *workspace.STAGES])}")
     if cell is None and stage in ("tokenize", "train", "evaluate"):
-        raise ValueError(f"Which {'source' if stage == 'tokenize' else 'cell'}? `strata run {stage} NAME`; specs/{stage}/ has one file each.")
+        raise ValueError(
+            f"Which {'source' if stage == 'tokenize' else 'cell'}? `strata run {stage} NAME`; specs/{stage}/ has one file each."
+        )
     try:
         running.run(stage, cell or stage, ray=ray)
     except KeyboardInterrupt:
@@ -129,11 +135,15 @@ def new_study(name: Annotated[str, typer.Argument(help="its folder under pipelin
     if target.exists():
         raise ValueError(f"{target} exists already; choose another name.")
     text = (root / "pipelines" / "nano" / "params.yaml").read_text()
-    text = re.sub(r"\A(#.*\n)+", f"# The {name} study.\n", text).replace("study: nano", f"study: {name}").replace("[data/", "[../nano/data/")
+    text = (
+        re.sub(r"\A(#.*\n)+", f"# The {name} study.\n", text).replace("study: nano", f"study: {name}").replace("[data/", "[../nano/data/")
+    )
     target.mkdir()
     (target / "params.yaml").write_text(text)
     shutil.copyfile(root / "dvc.yaml", target / "dvc.yaml")
-    print(f"Made {target.relative_to(root)}: edit its params.yaml, look at `strata plan {name}`, then `dvc repro {target.relative_to(root)}/dvc.yaml`.")
+    print(
+        f"Made {target.relative_to(root)}: edit its params.yaml, look at `strata plan {name}`, then `dvc repro {target.relative_to(root)}/dvc.yaml`."
+    )
 
 
 @app.command("lock-data")

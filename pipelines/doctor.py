@@ -33,13 +33,20 @@ def show(root: Path) -> int:
     findings = examine(root)
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        print(f"{'!' if finding.fix else ' '} {finding.what:{width}}  {finding.found}" + (f"\n  {'':{width}}  fix: {finding.fix}" if finding.fix else ""))
+        print(
+            f"{'!' if finding.fix else ' '} {finding.what:{width}}  {finding.found}"
+            + (f"\n  {'':{width}}  fix: {finding.fix}" if finding.fix else "")
+        )
     return int(any(finding.fix for finding in findings))
 
 
 def _python(root: Path) -> Iterator[Finding]:
     version = tuple(map(int, platform.python_version_tuple()[:2]))
-    fix = None if version >= LEAST_PYTHON else f"Strata needs Python {'.'.join(map(str, LEAST_PYTHON))} or later; `make nano PYTHON=python3.11`"
+    fix = (
+        None
+        if version >= LEAST_PYTHON
+        else f"Strata needs Python {'.'.join(map(str, LEAST_PYTHON))} or later; `make nano PYTHON=python3.11`"
+    )
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}", fix)
 
 
@@ -60,9 +67,15 @@ def _node(root: Path) -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     yield Finding("processors", f"{nodes.cpus()}, memory {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)")
     chips = {kind: number for kind, number in nodes.accelerators().items() if kind != "cpu" and number}
-    yield Finding("accelerators", ", ".join(f"{number} {kind.upper()}" for kind, number in chips.items()) or "none: models run on the processors")
+    yield Finding(
+        "accelerators", ", ".join(f"{number} {kind.upper()}" for kind, number in chips.items()) or "none: models run on the processors"
+    )
     free = shutil.disk_usage(root).free / 2**30
-    yield Finding("disk", f"{free:.0f} GiB free at {root}", None if free >= LEAST_FREE_GIB else "free some space, or set cluster.storage in params.yaml")
+    yield Finding(
+        "disk",
+        f"{free:.0f} GiB free at {root}",
+        None if free >= LEAST_FREE_GIB else "free some space, or set cluster.storage in params.yaml",
+    )
 
 
 def _kernels(root: Path) -> Iterator[Finding]:
@@ -99,7 +112,11 @@ def _repository(root: Path) -> Iterator[Finding]:
             yield Finding(name, f"{len(stages)} stages recorded")
         except (YAMLError, UnicodeDecodeError, AttributeError) as error:
             reason = str(error).splitlines()[0]
-            yield Finding(name, f"damaged: {reason}", f"`git checkout {name}`, or delete it: `dvc repro` then takes what is made from the store and trains nothing")
+            yield Finding(
+                name,
+                f"damaged: {reason}",
+                f"`git checkout {name}`, or delete it: `dvc repro` then takes what is made from the store and trains nothing",
+            )
 
 
 def _store(root: Path) -> Iterator[Finding]:
@@ -131,7 +148,14 @@ def _ray(root: Path) -> Iterator[Finding]:
         yield Finding("ray", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}", str(error))
         return
     running = head.current(root)
-    yield Finding("ray", f"cluster at {address.url}" if address else f"a local head runs at {running.url}" if running else "a local head starts with the next `dvc repro`")
+    yield Finding(
+        "ray",
+        f"cluster at {address.url}"
+        if address
+        else f"a local head runs at {running.url}"
+        if running
+        else "a local head starts with the next `dvc repro`",
+    )
 
 
 LOOKS: list[Callable[[Path], Iterator[Finding]]] = [_python, _libraries, _node, _kernels, _repository, _store, _ray]

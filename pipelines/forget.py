@@ -30,7 +30,9 @@ def forget(folder: Path, names: list[str]) -> list[str]:
             if name in (stage, cell, f"{stage}/{cell}") or (len(name) >= SHORTEST_KEY and spec.key.startswith(name))
         ]
         if not found:
-            raise ValueError(f"{name!r} is no cell, source, stage or key of this study; {nearest(name, sorted({cell for _, cell in study}))}")
+            raise ValueError(
+                f"{name!r} is no cell, source, stage or key of this study; {nearest(name, sorted({cell for _, cell in study}))}"
+            )
         chosen += found
     lines = []
     for stage, cell in dict.fromkeys(chosen):
@@ -39,7 +41,11 @@ def forget(folder: Path, names: list[str]) -> list[str]:
             removed = store.forget(key)
         except Busy as busy:
             raise ValueError(f"{stage} of {cell} is being made ({busy}); `strata stop {cell}` first.") from busy
-        for path in (workspace.output(stage, cell, roles(params).get(cell)), workspace.provenance_file(stage, cell), workspace.history_file(cell)):
+        for path in (
+            workspace.output(stage, cell, roles(params).get(cell)),
+            workspace.provenance_file(stage, cell),
+            workspace.history_file(cell),
+        ):
             if path == workspace.history_file(cell) and stage != "train":
                 continue
             target = folder / path

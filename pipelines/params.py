@@ -156,7 +156,9 @@ def _selections(params: Params) -> None:
         for axis in ("models", "scales", "budgets"):
             names = getattr(grid, axis)
             if group == "grid" and not names:
-                raise ValueError(f"grid.{axis}: is empty, so the study has no cells; name at least one of {_listed(getattr(params, axis))}.")
+                raise ValueError(
+                    f"grid.{axis}: is empty, so the study has no cells; name at least one of {_listed(getattr(params, axis))}."
+                )
             if not names and (grid.models or grid.scales or grid.budgets):
                 raise ValueError(f"{group}.{axis}: is empty while the group's other lists are not; fill it, or empty all three.")
             for name in names:
@@ -198,7 +200,9 @@ def _sizes(params: Params) -> None:
     tokens = params.training.batch * params.packing.sequence_length
     for name, budget in params.budgets.items():
         if budget.tokens < tokens:
-            raise ValueError(f"budgets.{name}.tokens: {budget.tokens} is less than one step's {tokens} (training.batch x packing.sequence_length).")
+            raise ValueError(
+                f"budgets.{name}.tokens: {budget.tokens} is less than one step's {tokens} (training.batch x packing.sequence_length)."
+            )
         if params.steps(name) <= params.training.warmup_steps:
             raise ValueError(
                 f"training.warmup_steps: {params.training.warmup_steps} leaves nothing of the {params.steps(name)} steps of budget {name}; "
@@ -217,7 +221,9 @@ def _rates(params: Params) -> None:
 
     for cell in cells(params):
         if cell.budget not in params.learning_rates.get(cell.model, {}).get(cell.scale, {}):
-            raise ValueError(f"learning_rates.{cell.model}.{cell.scale}.{cell.budget}: is missing, and cell {cell.name} of {cell.group} needs it.")
+            raise ValueError(
+                f"learning_rates.{cell.model}.{cell.scale}.{cell.budget}: is missing, and cell {cell.name} of {cell.group} needs it."
+            )
 
 
 def _sources(params: Params) -> None:
@@ -233,12 +239,16 @@ def _sources(params: Params) -> None:
 def _places(params: Params) -> None:
     selected = [model for grid in (params.grid, params.references, params.sweep) for model in grid.models]
     if params.analysis.baseline is not None and params.analysis.baseline not in selected:
-        raise ValueError(f"analysis.baseline: {params.analysis.baseline!r} is not a model of the grid; {nearest(params.analysis.baseline, selected)}")
+        raise ValueError(
+            f"analysis.baseline: {params.analysis.baseline!r} is not a model of the grid; {nearest(params.analysis.baseline, selected)}"
+        )
     for name, worker in params.cluster.workers.items():
         if name != "default" and name not in params.scales:
             raise ValueError(f"cluster.workers: {name!r} is not a scale; {nearest(name, [*params.scales, 'default'])}")
         if worker.accelerator is not None and worker.accelerator not in params.accelerators:
-            raise ValueError(f"cluster.workers.{name}.accelerator: {worker.accelerator!r} is not under accelerators; {nearest(worker.accelerator, params.accelerators)}")
+            raise ValueError(
+                f"cluster.workers.{name}.accelerator: {worker.accelerator!r} is not under accelerators; {nearest(worker.accelerator, params.accelerators)}"
+            )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -292,7 +302,11 @@ def explain(error: ValidationError) -> str:
     """The first mistake of a failed validation as one sentence that names the key, what was found and what is allowed."""
     details = error.errors(include_url=False)
     # A union reports each of its branches: the one that went deepest is what the user meant.
-    first = max((item for item in details if item["loc"][:1] == details[0]["loc"][:1]), key=lambda item: len(item["loc"]) - 9 * (item["type"] == "value_error"), default=details[0])
+    first = max(
+        (item for item in details if item["loc"][:1] == details[0]["loc"][:1]),
+        key=lambda item: len(item["loc"]) - 9 * (item["type"] == "value_error"),
+        default=details[0],
+    )
     first = next((item for item in details if item["type"] == "value_error"), first) if details[0]["type"] == "value_error" else first
     where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     found, context = first["input"], first.get("ctx", {})
@@ -322,7 +336,11 @@ def _siblings(location: tuple[Any, ...]) -> list[str]:
     kind: Any = Params
     for part in location[:-1]:
         kind = _inside(kind, part)
-    return list(getattr(kind, "model_fields", {})) if not isinstance(kind, list) else [name for item in kind for name in getattr(item, "model_fields", {})]
+    return (
+        list(getattr(kind, "model_fields", {}))
+        if not isinstance(kind, list)
+        else [name for item in kind for name in getattr(item, "model_fields", {})]
+    )
 
 
 def _inside(kind: Any, part: Any) -> Any:

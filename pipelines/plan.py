@@ -64,7 +64,11 @@ def plan(params: Params, store: Store, folder: Path) -> Plan:
     study = specs(params, version_table())
     found = states(study, roles(params), store, folder)
     made = [_cell(params, cell, study, found) for cell in cells(params)]
-    others = {f"{stage}@{name}" if stage == "tokenize" else stage: state for (stage, name), state in found.items() if stage not in ("train", "evaluate")}
+    others = {
+        f"{stage}@{name}" if stage == "tokenize" else stage: state
+        for (stage, name), state in found.items()
+        if stage not in ("train", "evaluate")
+    }
     longest = max(params.steps(cell.budget) for cell in cells(params)) * params.training.batch * params.packing.sequence_length
     return Plan(params.study, made, others, round(2 * TOKEN_BYTES * longest / GIB, 3))
 
@@ -148,8 +152,12 @@ def show(plan: Plan, params: Params) -> None:
     console.print()
     for chip in chips:
         total, cost = sum(cell.hours[chip] for cell in todo), sum(cell.cost[chip] for cell in todo)
-        console.print(f"{chip}: {hours(total)} h for the {len(todo)} cells not done, cost {cost:,.0f} at {params.accelerators[chip].utilization:.0%} of {params.accelerators[chip].flops:.3g} FLOP/s")
-    console.print(f"data: {plan.data_gib:,.3g} GiB of tokens and packed rows; cells: {sum(cell.disk_gib for cell in plan.cells):,.0f} GiB if all train at once, {sum(4 * cell.parameters for cell in plan.cells) / GIB:,.0f} of weights after")
+        console.print(
+            f"{chip}: {hours(total)} h for the {len(todo)} cells not done, cost {cost:,.0f} at {params.accelerators[chip].utilization:.0%} of {params.accelerators[chip].flops:.3g} FLOP/s"
+        )
+    console.print(
+        f"data: {plan.data_gib:,.3g} GiB of tokens and packed rows; cells: {sum(cell.disk_gib for cell in plan.cells):,.0f} GiB if all train at once, {sum(4 * cell.parameters for cell in plan.cells) / GIB:,.0f} of weights after"
+    )
     waiting = {name: state for name, state in plan.stages.items() if state.state != "done"}
     console.print("other stages: " + ("; ".join(f"{name} {state.state} ({state.why})" for name, state in waiting.items()) or "all done"))
 

@@ -57,6 +57,7 @@ def context(params: Params) -> dict[str, Any]:
         "outputs": params.outputs,
         "tracking": params.tracking,
         "retries": params.cluster.retries,
+        "settings": {"checkpoint_every": params.training.checkpoint_every, "batch_tokens": params.evaluation.batch_tokens},
         "sources": {name: source.files for name, source in params.data.sources.items()},
         "roles": roles(params),
         "cells": {cell.name: asdict(cell) for cell in cells(params)},
@@ -68,4 +69,3 @@ def _worker(params: Params, cell: Cell | None) -> dict[str, Any]:
     worker = params.worker(cell.scale if cell else "default")
     chip = params.accelerators[worker.accelerator].model_dump() if worker.accelerator else None
     return worker.model_dump() | {"chip": chip}
-

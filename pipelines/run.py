@@ -48,7 +48,10 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     found = store.find(spec.key)
     outcome = Outcome("present", folder=str(found)) if found else _make(request(stage, cell, spec, context, store), context, ray)
     if not outcome.done:
-        raise Failed(outcome.error or f"{stage} of {cell} ended as {outcome.status}.", mistake=outcome.kind == "mistake" or outcome.status != "failed")
+        raise Failed(
+            outcome.error or f"{stage} of {cell} ended as {outcome.status}.",
+            mistake=outcome.kind == "mistake" or outcome.status != "failed",
+        )
     made = Path(outcome.folder or "")
     workspace.place(stage, cell, context["roles"].get(cell), made, data=context["outputs"] == "files")
     print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
@@ -73,6 +76,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         store=str(store.root),
         study=context["study"],
         settings={
+            **context["settings"],
             "sources": _sources(stage, cell, context),
             "provenance": {"study": context["study"], "cell": cell, **commit()},
             "peak_flops": chip["flops"] * worker["count"] if chip else None,

@@ -91,7 +91,11 @@ def _difference(store: Store, old_key: str, new: Spec) -> str:
     except ValueError:
         return "made under other parameters"
     before, after = old.model_dump(), new.model_dump()
-    changes = [f"{name} {_short(was)} -> {_short(now)}" for part in ("parameters", "versions") for name, was, now in leaves(before[part], after[part])]
+    changes = [
+        f"{name} {_short(was)} -> {_short(now)}"
+        for part in ("parameters", "versions")
+        for name, was, now in leaves(before[part], after[part])
+    ]
     changes += [f"its input {name} changes" for name, _, _ in leaves(before["inputs"], after["inputs"])]
     return "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
 

@@ -37,7 +37,16 @@ def show(folder: Path) -> None:
 
     study, store, source_roles = _open(folder)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("stage", "left"), ("cell", "left"), ("state", "left"), ("progress", "right"), ("tokens/s", "right"), ("loss", "right"), ("left", "right"), ("", "left")):
+    for name, justify in (
+        ("stage", "left"),
+        ("cell", "left"),
+        ("state", "left"),
+        ("progress", "right"),
+        ("tokens/s", "right"),
+        ("loss", "right"),
+        ("left", "right"),
+        ("", "left"),
+    ):
         table.add_column(name, justify=justify, no_wrap=bool(name))  # type: ignore[arg-type]
     for (stage, cell), state in states(study, source_roles, store, folder).items():
         attempts = store.attempts(study[stage, cell].key)

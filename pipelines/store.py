@@ -37,7 +37,9 @@ class Busy(Exception):
     """Another attempt at this key is alive."""
 
     def __init__(self, holder: dict[str, Any], seconds: float) -> None:
-        super().__init__(f"process {holder.get('pid', '?')} on {holder.get('host', '?')} is making it (last sign of life {seconds:.0f} s ago)")
+        super().__init__(
+            f"process {holder.get('pid', '?')} on {holder.get('host', '?')} is making it (last sign of life {seconds:.0f} s ago)"
+        )
 
 
 def _process_is_alive(holder: dict[str, Any]) -> bool | None:
@@ -138,13 +140,17 @@ class Store:
         try:
             artifact.read(attempt, key=key)
         except ValueError as error:
-            raise ValueError(f"The store's artifact {key[:12]} is damaged: {error} `strata forget {key[:12]}` has it made again.") from error
+            raise ValueError(
+                f"The store's artifact {key[:12]} is damaged: {error} `strata forget {key[:12]}` has it made again."
+            ) from error
         return attempt
 
     def attempts(self, key: str) -> list[Path]:
         """The folders of the attempts at this key, newest first."""
         parent = self.folder(key) / "attempts"
-        return sorted((path for path in parent.iterdir() if path.name.isdigit()), key=lambda path: -int(path.name)) if parent.is_dir() else []
+        return (
+            sorted((path for path in parent.iterdir() if path.name.isdigit()), key=lambda path: -int(path.name)) if parent.is_dir() else []
+        )
 
     def acquire(self, key: str, spec: str) -> Lease:
         """Begin an attempt at this key. Raises Busy while another one is alive. spec: the text of the spec, kept beside it."""
@@ -233,5 +239,3 @@ class Store:
             partial.rename(unit)
         except OSError:  # somebody else's copy of the same unit came first
             shutil.rmtree(partial, ignore_errors=True)
-
-

@@ -65,7 +65,9 @@ class Outcome:
         return self.status in ("present", "succeeded")
 
 
-def execute(request: Request, *, on_progress: Callable[[dict[str, Any]], None] | None = None, stop: Callable[[], bool] = lambda: False) -> Outcome:
+def execute(
+    request: Request, *, on_progress: Callable[[dict[str, Any]], None] | None = None, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
     """Make the artifact of a request in this process, under a lease, and publish it.
 
     Takes up the newest usable work of earlier attempts. Never raises for a stage that fails: the outcome says how.

@@ -83,7 +83,12 @@ def prune(wanted: set[tuple[str, str]], roles: dict[str, str], folder: Path = Pa
     keep = {output(stage, cell, roles.get(cell)) for stage, cell in wanted}
     keep |= {history_file(cell) for stage, cell in wanted if stage == "train"}
     keep |= {provenance_file(stage, cell) for stage, cell in wanted}
-    parents = [Path("weights"), Path("evaluations"), Path("history"), *(Path("tokens") / role for role in ("training", "validation", "evaluation"))]
+    parents = [
+        Path("weights"),
+        Path("evaluations"),
+        Path("history"),
+        *(Path("tokens") / role for role in ("training", "validation", "evaluation")),
+    ]
     parents += [Path("provenance") / stage for stage in STAGES]
     gone = []
     for parent in parents:

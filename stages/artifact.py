@@ -49,14 +49,18 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def write(out: Path, *, key: str, stage: str, files: Iterable[str], inputs: dict[str, str], known: dict[str, str] | None = None) -> dict[str, Any]:
+def write(
+    out: Path, *, key: str, stage: str, files: Iterable[str], inputs: dict[str, str], known: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Write `out/artifact.json` over `files` (paths relative to `out`).
 
     inputs: input name -> digest of the artifact it was made from. known: digests already computed, by file name.
     Returns the record. Nothing in it depends on where or when it was made.
     """
     known = known or {}
-    entries = {name: {"size": (out / name).stat().st_size, "digest": known.get(name) or file_digest(out / name)} for name in sorted(set(files))}
+    entries = {
+        name: {"size": (out / name).stat().st_size, "digest": known.get(name) or file_digest(out / name)} for name in sorted(set(files))
+    }
     record = {
         "key": key,
         "stage": stage,

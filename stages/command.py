@@ -41,7 +41,9 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").strip().split("\n")[0])
     parser.add_argument("spec", type=Path, help="specs/<stage>/<cell>.json, as `strata run resolve` writes it")
     parser.add_argument("out", type=Path, help="folder for what the stage makes; half-done work in it is continued")
-    parser.add_argument("--input", action="append", default=[], metavar="NAME=PATH", help="an input's folder, where it is not in the study's usual place")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="NAME=PATH", help="an input's folder, where it is not in the study's usual place"
+    )
     parser.add_argument("--source", action="append", default=[], metavar="FILE", help="a data file or URL (vocabulary, tokenize), in order")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, help="processor threads; the library's own choice if not given")

@@ -91,7 +91,10 @@ class _Digest:
         kind = array.type
         self._feed(f"{name}:valid", np.ascontiguousarray(array.is_valid().to_numpy(zero_copy_only=False)).view(np.uint8))
         if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-            self._feed(f"{name}:length", np.ascontiguousarray(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype("<i8")))
+            self._feed(
+                f"{name}:length",
+                np.ascontiguousarray(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype("<i8")),
+            )
             self._array(f"{name}.item", array.flatten())
         elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
             data = [value.encode() for value in pc.fill_null(array, "").to_pylist()]
@@ -145,7 +148,9 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
     split = {field.name for field in schema if hasattr(field.type, "value_type") and types.is_unsigned_integer(field.type.value_type)}
     if not split:
         return {}
-    others = [f"{field.name}.list.element" if hasattr(field.type, "value_type") else field.name for field in schema if field.name not in split]
+    others = [
+        f"{field.name}.list.element" if hasattr(field.type, "value_type") else field.name for field in schema if field.name not in split
+    ]
     return {"use_dictionary": others, "column_encoding": {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in sorted(split)}}
 
 
@@ -169,7 +174,9 @@ def write(path: Path, data: pa.Table | Iterable[pa.RecordBatch], *, name: str, k
             for batch in data:
                 digest.update(batch)
                 writer.write_batch(batch)
-            writer.add_key_value_metadata({"strata.schema": name, "strata.schema_version": str(VERSION), "strata.key": key, "strata.digest": digest.value()})
+            writer.add_key_value_metadata(
+                {"strata.schema": name, "strata.schema_version": str(VERSION), "strata.key": key, "strata.digest": digest.value()}
+            )
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)

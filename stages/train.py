@@ -57,7 +57,7 @@ class Training(Strict):
     seed: of the initial weights. precision: of activations; weights, their moments, norms, gates and losses are float32.
     reset: whether states start anew at each document in a row. on_nonfinite: what happens when a loss or gradient is not finite:
     stop with what there is; skip that step's update; roll back to the last checkpoint and leave out that batch on the way.
-    checkpoint_every: steps. deterministic: bit-exact resume on a GPU too, which costs some speed.
+    checkpoint_every: steps; never in a spec (nor in `model_dump`), since it changes no result. deterministic: bit-exact resume on a GPU too, which costs some speed.
     """
 
     batch: int = Field(ge=1)
@@ -69,7 +69,7 @@ class Training(Strict):
     precision: engine.Precision = "float32"
     reset: bool = False
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    checkpoint_every: int = Field(default=1000, ge=1)
+    checkpoint_every: int = Field(default=1000, ge=1, exclude=True)
     deterministic: bool = False
 
 
@@ -135,6 +135,7 @@ class Run:
         self.rolled_back: dict[int, str] = {}  # step -> why its batch is left out
         self.seconds: deque[float] = deque(maxlen=32)  # of the last steps
         self.shown = float("-inf")
+        self.checkpoint_every = context.settings.get("checkpoint_every", parameters.checkpoint_every)
         self.micro_batch = context.settings.get("micro_batch") or at_once(parameters.batch, parameters.sequence_length)
         self.device = engine.device(context, parameters.precision)
         self.trainer, self.step, self.saved = self._trainer(), 0, -1
@@ -149,7 +150,7 @@ class Run:
                     self.save()
                     raise Stopped(f"{self.out.name} at step {self.step} of {self.parameters.steps}; run again to go on.")
                 self.advance()
-                if self.step % self.parameters.checkpoint_every == 0:
+                if self.step % self.checkpoint_every == 0:
                     self.save()
             self.save()
         self.finish()

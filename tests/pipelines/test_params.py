@@ -82,7 +82,10 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "no lengths": (put("evaluation/lengths", []), ["evaluation.lengths"]),
     "baseline outside the grid": (put("analysis/baseline", "mamba2"), ["analysis.baseline", "'mamba2'"]),
     "worker of no scale": (put("cluster/workers/huge", {"cpus": 2}), ["cluster.workers", "'huge'", "tiny"]),
-    "unknown accelerator": (put("cluster/workers/default", {"cpus": 2, "accelerator": "h100"}), ["cluster.workers.default.accelerator", "'h100'", "laptop"]),
+    "unknown accelerator": (
+        put("cluster/workers/default", {"cpus": 2, "accelerator": "h100"}),
+        ["cluster.workers.default.accelerator", "'h100'", "laptop"],
+    ),
     "utilization beyond 1": (put("accelerators/laptop/utilization", 30), ["accelerators.laptop.utilization", "30"]),
     "infinite cost": (put("accelerators/laptop/flops", float("inf")), ["accelerators.laptop.flops", "finite"]),
     "outputs": (put("outputs", "links"), ["outputs", "'links'", "pointers"]),

@@ -34,7 +34,9 @@ class Study:
         self.environment = os.environ | {"STRATA_RAY": "0", "PYTHONPATH": str(root), "DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "2"}
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for name in FLOORS:
-            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "analysis", "weights", "specs", "packed", "tokens"))
+            shutil.copytree(
+                ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "analysis", "weights", "specs", "packed", "tokens")
+            )
         for name in ("dvc.yaml", ".gitignore", ".dvcignore"):
             shutil.copyfile(ROOT / name, root / name)
         self.params = small(read(ROOT / "pipelines" / "nano"))
@@ -122,7 +124,12 @@ def edits(params: dict[str, Any], path: tuple[Any, ...]) -> list[Any]:
         value = value[part]
     if name in EDITS:
         return EDITS[name]
-    if path[0] in ("grid", "references", "sweep") or name.endswith((".layer", ".role", ".format", ".column", ".id", ".pin")) or ".files." in name or ".where." in name:
+    if (
+        path[0] in ("grid", "references", "sweep")
+        or name.endswith((".layer", ".role", ".format", ".column", ".id", ".pin"))
+        or ".files." in name
+        or ".where." in name
+    ):
         return []
     if isinstance(value, bool):
         return [not value]
@@ -148,7 +155,9 @@ def keys_of(params: dict[str, Any], versions: dict[str, dict[str, int]]) -> dict
 
 
 def resolve(study: Study) -> None:
-    subprocess.run([sys.executable, "-m", "pipelines", "run", "resolve"], cwd=study.root, env=study.environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pipelines", "run", "resolve"], cwd=study.root, env=study.environment, check=True, capture_output=True
+    )
 
 
 def test_what_dvc_reruns_is_what_has_another_key(study: Study) -> None:
@@ -267,7 +276,9 @@ def test_params_edited_while_a_stage_runs_are_not_recorded_with_the_old_result(s
     study.write(edited)
     later = copy.deepcopy(edited)
     later["learning_rates"]["transformer"]["tiny"]["1m"] *= 0.7
-    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], cwd=study.root, env=study.environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro"], cwd=study.root, env=study.environment, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("Running stage 'train@transformer"):
@@ -317,4 +328,6 @@ def test_the_same_numbers_from_another_clone_are_the_same_bytes(study: Study, tm
                 assert (other.root / path.relative_to(study.root)).read_bytes() == path.read_bytes(), path
                 compared += 1
     assert compared > 20
-    assert json.loads((other.root / "analysis" / "metrics.json").read_text()) == json.loads((study.root / "analysis" / "metrics.json").read_text())
+    assert json.loads((other.root / "analysis" / "metrics.json").read_text()) == json.loads(
+        (study.root / "analysis" / "metrics.json").read_text()
+    )
