@@ -17,12 +17,10 @@ __all__ = ["l2_normalise", "rms_norm", "rope", "short_convolution", "softmax_cro
 
 Array = jax.Array
 name = "jax"
-float32, float64, bfloat16, int32, bool_ = jnp.float32, jnp.float64, jnp.bfloat16, jnp.int32, jnp.bool_
+float32, float64, bfloat16, int32 = jnp.float32, jnp.float64, jnp.bfloat16, jnp.int32
 
 # elementwise
-exp, log, log1p, expm1, sqrt, rsqrt, sin, cos, isfinite = (
-    jnp.exp, jnp.log, jnp.log1p, jnp.expm1, jnp.sqrt, jax.lax.rsqrt, jnp.sin, jnp.cos, jnp.isfinite
-)  # fmt: skip
+exp, log1p, expm1, sqrt, rsqrt, sin, cos = jnp.exp, jnp.log1p, jnp.expm1, jnp.sqrt, jax.lax.rsqrt, jnp.sin, jnp.cos
 sigmoid, log_sigmoid, silu, softplus, tanh = jax.nn.sigmoid, jax.nn.log_sigmoid, jax.nn.silu, jax.nn.softplus, jnp.tanh
 absolute = jnp.abs
 
@@ -55,10 +53,6 @@ def minimum(x: Array, y: Array | float) -> Array:
 
 def cast(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
-
-
-def is_floating(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def epsilon(x: Array) -> float:
@@ -161,7 +155,7 @@ def argsort(x: Array) -> Array:
 
 # reductions and running sums
 def sum(x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-    return jnp.sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype if is_floating(x) else jnp.int32)
+    return jnp.sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 def mean(x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:

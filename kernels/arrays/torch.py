@@ -21,12 +21,10 @@ __all__ = ["l2_normalise", "rms_norm", "rope", "short_convolution", "softmax_cro
 
 Array = torch.Tensor
 name = "torch"
-float32, float64, bfloat16, int32, bool_ = torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool
+float32, float64, bfloat16, int32 = torch.float32, torch.float64, torch.bfloat16, torch.int32
 
 # elementwise
-exp, log, log1p, expm1, sqrt, rsqrt, sin, cos, isfinite = (
-    torch.exp, torch.log, torch.log1p, torch.expm1, torch.sqrt, torch.rsqrt, torch.sin, torch.cos, torch.isfinite
-)  # fmt: skip
+exp, log1p, expm1, sqrt, rsqrt, sin, cos = torch.exp, torch.log1p, torch.expm1, torch.sqrt, torch.rsqrt, torch.sin, torch.cos
 sigmoid, log_sigmoid, silu, softplus, tanh = torch.sigmoid, F.logsigmoid, F.silu, F.softplus, torch.tanh
 absolute = torch.abs
 
@@ -59,10 +57,6 @@ def minimum(x: Array, y: Array | float) -> Array:
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
     return x.to(dtype)
-
-
-def is_floating(x: Array) -> bool:
-    return x.is_floating_point()
 
 
 def epsilon(x: Array) -> float:
