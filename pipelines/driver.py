@@ -50,7 +50,8 @@ def perform(request: dict[str, Any], threads: int) -> dict[str, Any]:
 
 @ray.remote(num_cpus=0)
 def nothing() -> None:
-    """What a worker is started with ahead of the task that will need it."""
+    """Long enough that two of these need two workers: Ray starts those ahead of the tasks that will take them."""
+    time.sleep(0.1)
 
 
 @dataclass
@@ -143,7 +144,8 @@ class Driver:
             if outcome is not None:
                 self._answer(key, outcome)
         if done and self.local:
-            nothing.remote()  # the next worker starts while DVC takes in what this one made
+            for _ in range(2):
+                nothing.remote()  # the next workers start while DVC takes in what this one made
 
     def _outcome(self, work: Work, task: ray.ObjectRef) -> Outcome | None:
         """How a finished task ended; None where it is to be tried again: a worker lost, or a key that somebody else is making."""

@@ -1,7 +1,8 @@
 """One Ray head on loopback for one `dvc repro`: started by its first stage, ended when its owners are gone.
 
     <root>/.strata/head.json        where it is and whose it is: {"folder", "url", "owners": [{"pid", "started"}]}
-    <folder>/                       its private temporary folder (mode 0700): token, guardian.json, log, Ray's own files
+    <folder>/                       its private temporary folder (mode 0700): token, guardian.json, log
+           r/                       Ray's own files; Ray opens this one to everybody
 
 A small guardian process, in a session of its own, starts `ray start --head --block`, watches the owners, and ends
 every process of the head and its folder after the last owner ended, however it ended. Ray dies with its guardian.
@@ -24,7 +25,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ MARK = "STRATA_HEAD"  # environment variable of every process of a head: its fol
 START_SECONDS = 90.0
 END_SECONDS = 3.0  # for Ray's own orderly end: nothing of ours needs it
 OBJECT_STORE_BYTES = 100_000_000  # specs and outcomes travel through Ray, data never does
-LONGEST_FOLDER = 40  # of 107 characters of a socket's path, Ray takes 63
+LONGEST_FOLDER = 40  # of 107 characters of a socket's path, Ray takes 65
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -147,16 +148,29 @@ def owner() -> psutil.Process:
 
 
 def _belongs(process: psutil.Process, folder: str) -> bool:
+    """By its command, its environment, or, for Ray's workers, which overwrite both, by the log files that they hold open."""
     try:
-        return any(folder in word for word in process.cmdline()) or process.environ().get(MARK) == folder
+        return (
+            any(folder in word for word in process.cmdline())
+            or process.environ().get(MARK) == folder
+            or any(file.path.startswith(folder) for file in process.open_files())
+        )
     except psutil.Error:
         return False
 
 
-def sweep(folder: Path, spare: frozenset[int] = frozenset()) -> None:
-    """Kill what is left of the head in `folder`, with all it started, and remove the folder."""
-    spare |= {os.getpid()}
-    while found := [process for process in psutil.process_iter() if process.pid not in spare and _belongs(process, str(folder))]:
+def members(folder: Path) -> set[psutil.Process]:
+    """The running processes of the head in `folder` with all that they started, but this one."""
+    found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, str(folder))}
+    for process in list(found):
+        with suppress(psutil.Error):
+            found.update(child for child in process.children(recursive=True) if child.pid != os.getpid())
+    return found
+
+
+def sweep(folder: Path) -> None:
+    """Kill what is left of the head in `folder`, with all it started, and remove the folder. This process is spared."""
+    while found := members(folder):
         for process in found:
             _kill(process)
         psutil.wait_procs(found, timeout=1)
@@ -164,10 +178,8 @@ def sweep(folder: Path, spare: frozenset[int] = frozenset()) -> None:
 
 
 def _kill(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.Error):  # it may be faster
         process.kill()
-    except psutil.Error:
-        pass  # it was faster
 
 
 # The head
@@ -280,7 +292,7 @@ def _command(folder: Path, url: str) -> list[str]:
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false",
         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={url.rsplit(':', 1)[1]}", f"--port={control}",
         f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
-        f"--num-cpus={nodes.cpus()}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}",
+        f"--num-cpus={nodes.cpus()}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder / 'r'}",
     ]  # fmt: skip
 
 
@@ -320,10 +332,8 @@ def _owned(path: Path, folder: Path) -> bool:
 
 def _end(ray: subprocess.Popen[bytes], folder: Path) -> None:
     ray.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         ray.wait(timeout=END_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
     while children := psutil.Process().children(recursive=True):
         for child in children:
             _kill(child)

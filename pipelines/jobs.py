@@ -24,7 +24,7 @@ from pipelines.store import Store
 from pipelines.work import Outcome, Request
 from stages.spec import fingerprint
 
-POLL_SECONDS = 0.05
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0  # between looks at the store: the longer it takes, the fewer
 LOOK_SECONDS = 1.0  # between looks at the driver
 SILENT_SECONDS = 15.0  # without a sign of life on a cluster, before Ray is asked
 STOP_SECONDS = 120.0  # for a stage to save its work after Ctrl-C
@@ -100,6 +100,7 @@ class _Asking:
 
     def wait(self, caught: list[int]) -> Outcome:
         """The outcome; `caught` fills when a signal comes."""
+        began = time.monotonic()
         while not caught:
             if outcome := self.board.outcome(self.key, self.id) or self._made_by_others():
                 self.follower.look()
@@ -108,7 +109,7 @@ class _Asking:
                 self.board.put(self.request, self.session, id=self.id)
             self.post.see_to_driver()
             self.follower.look()
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(LONGEST_POLL_SECONDS, POLL_SECONDS + (time.monotonic() - began) / 100))
         return self._stop(caught) if self.address.local else self._detach()
 
     def _made_by_others(self) -> Outcome | None:

@@ -119,17 +119,17 @@ class Follower:
 
     def __init__(self, attempts: Callable[[], list[Path]], show: Callable[[dict[str, Any]], None], say: Callable[[str], None], alive: Path | None = None) -> None:
         self.attempts, self.show, self.say = attempts, show, say
-        self._before = {path for path in attempts() if path != alive}
+        self._number = max((int(path.name) for path in attempts() if path != alive), default=0)  # of the last one that is history
         self._folder: Path | None = None
         self._read = 0
 
     def look(self) -> None:
         """Show every line that was completed since the last look."""
-        newest = next((path for path in self.attempts() if path not in self._before), None)
-        if newest is not None and newest != self._folder:
-            if self._folder is not None:
-                self.say(f"Attempt {self._folder.name} ended early; attempt {newest.name} takes up what it had saved.")
-            self._folder, self._read = newest, 0
+        newest = next(iter(self.attempts()), None)
+        if newest is not None and int(newest.name) > self._number:
+            if self._folder is not None or int(newest.name) > self._number + 1:
+                self.say(f"Attempt {int(newest.name) - 1} ended early; attempt {newest.name} takes up what it had saved.")
+            self._folder, self._number, self._read = newest, int(newest.name), 0
         for line in self._lines():
             self.show(line)
 

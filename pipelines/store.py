@@ -47,7 +47,8 @@ def _process_is_alive(holder: dict[str, Any]) -> bool | None:
     if holder.get("host") != socket.gethostname():
         return None
     try:
-        return abs(psutil.Process(holder["pid"]).create_time() - holder["started"]) < 2
+        process = psutil.Process(holder["pid"])
+        return abs(process.create_time() - holder["started"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError):
         return False
 

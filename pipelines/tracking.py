@@ -12,7 +12,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -155,11 +157,16 @@ class Tracker:
         with locked(self.root / ".strata" / "tracking.lock"), contextlib.chdir(self.root):
             path = Path(self.uri.removeprefix("sqlite:///"))
             if not path.exists():
-                partial = path.with_name(f".{path.name}.partial")
-                partial.unlink(missing_ok=True)
-                _mlflow().MlflowClient(tracking_uri=f"sqlite:///{partial}").get_experiment("0")
-                os.replace(partial, path)
+                self._create(path)
             yield
+
+    def _create(self, path: Path) -> None:
+        """Make an empty database, in memory where there is such a place: its many migrations each wait for the disk."""
+        partial = path.with_name(f".{path.name}.partial")
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+            _mlflow().MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").get_experiment("0")
+            shutil.copyfile(f"{folder}/mlflow.db", partial)
+        os.replace(partial, path)
 
     def _answers(self) -> None:
         """Raise OSError soon where a server is away, instead of after MLflow's own patience."""

@@ -26,10 +26,6 @@ def until(condition, seconds=10.0):
         time.sleep(0.05)
 
 
-def members(folder):
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and head._belongs(process, str(folder))]
-
-
 @pytest.fixture
 def sleeper():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -47,7 +43,7 @@ def guardian(tmp_path, sleeper):
     (root / ".strata" / "head.json").write_text(json.dumps(record))
     code = f"from pathlib import Path; from pipelines import head; head._command = lambda *a: [{sys.executable!r}, '-c', {STAND_IN!r}]; head.guard(Path({str(root)!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=head.CODE, env=head.environment(folder), start_new_session=True)
-    until(lambda: len(members(folder)) == 4)
+    until(lambda: len(head.members(folder)) == 4)
     yield process, root, folder
     process.kill()
     process.wait()
@@ -58,7 +54,7 @@ def test_the_guardian_ends_everything_when_the_owner_is_killed(guardian, sleeper
     process, root, folder = guardian
     sleeper.kill()  # not waited for: a zombie owns nothing
     assert process.wait(timeout=10) == 0
-    assert not members(folder) and not folder.exists()
+    assert not head.members(folder) and not folder.exists()
     assert not (root / ".strata" / "head.json").exists()
 
 
@@ -66,14 +62,14 @@ def test_the_guardian_ends_everything_when_it_is_asked_to(guardian):
     process, root, folder = guardian
     process.terminate()
     assert process.wait(timeout=10) == 0
-    assert not members(folder) and not folder.exists()
+    assert not head.members(folder) and not folder.exists()
 
 
 def test_the_guardian_ends_everything_when_ray_dies(guardian):
     process, root, folder = guardian
     next(child for child in psutil.Process(process.pid).children()).kill()
     assert process.wait(timeout=10) == 0
-    assert not members(folder) and not folder.exists()
+    assert not head.members(folder) and not folder.exists()
 
 
 def test_ray_dies_with_a_killed_guardian_and_the_next_head_clears_the_rest(guardian, monkeypatch):
@@ -86,7 +82,7 @@ def test_ray_dies_with_a_killed_guardian_and_the_next_head_clears_the_rest(guard
     started = []
     monkeypatch.setattr(head, "_start", lambda root, record: started.append(record) or head.Address(record["url"], True))
     head.ensure(root)
-    assert not members(folder) and not folder.exists()
+    assert not head.members(folder) and not folder.exists()
     assert started[0]["owners"] == [head.identity(head.owner())]
     head.sweep(Path(started[0]["folder"]))
 
@@ -208,9 +204,11 @@ def test_a_real_head_ends_with_its_guardian(tmp_path, sleeper):
     """kill -9 of the guardian while a request runs: Ray gets a signal from the kernel, the driver notices; nothing is left."""
     address = head.ensure(tmp_path, psutil.Process(sleeper.pid))
     folder = address.token.parent
+    assert folder.stat().st_mode & 0o077 == 0 and (folder / "token").stat().st_mode & 0o077 == 0
     assert head.Address(address.url, True).headers == {} and pytest.raises(ValueError, head.Address(address.url).session)
-    listening = {item.laddr.ip for process in members(folder) for item in process.net_connections("tcp") if item.status == psutil.CONN_LISTEN}
+    listening = {item.laddr.ip for process in head.members(folder) for item in process.net_connections("tcp") if item.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
     os.kill(head.load(folder / "guardian.json")["pid"], signal.SIGKILL)
-    until(lambda: not members(folder), seconds=20)
+    until(lambda: not head.members(folder), seconds=20)
     assert head.current(tmp_path) is None
+    head.sweep(folder)  # as the next head would

@@ -41,11 +41,7 @@ def place(tmp_path_factory):
     owner.kill()
     owner.wait()
     folder = address.token.parent
-
-    def left():
-        return [process for process in psutil.process_iter() if process.pid != os.getpid() and head._belongs(process, str(folder))]
-
-    until(lambda: not left() and not folder.exists())
+    until(lambda: not head.members(folder) and not folder.exists())
     assert head.current(root) is None
 
 
@@ -169,6 +165,26 @@ def test_what_is_released_runs_though_nobody_waits(request_for, place):
     jobs.release([wanted], place[0])
     until(lambda: Store(Path(wanted.store)).find(wanted.key))
     assert until(lambda: Board(wanted.store, wanted.study).outcome(wanted.key)).status == "succeeded"
+
+
+@pytest.mark.slow
+def test_a_head_without_guardian_is_ended_by_its_driver(tmp_path, monkeypatch):
+    """kill -9 of the guardian and of Ray's first process at once: no signal is left to come, the driver notices."""
+    monkeypatch.setenv("PYTHONPATH", str(PROBE))
+    address = head.ensure(tmp_path)
+    folder = address.token.parent
+    wanted = Request(stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {"do": "wait"}}, inputs={}, store=str(tmp_path), study="nano")
+    process = asking(wanted, (address, tmp_path))
+    until(lambda: Store(tmp_path).alive(wanted.key))
+    guardian = psutil.Process(head.load(folder / "guardian.json")["pid"])
+    first = guardian.children()[0]
+    process.kill()
+    guardian.suspend()  # or it would see the other's end and do its work
+    first.kill()
+    guardian.kill()
+    until(lambda: not head.members(folder) and not folder.exists())
+    assert Store(tmp_path).alive(wanted.key) is None
+    process.wait()
 
 
 # Without Ray

@@ -1,6 +1,8 @@
 """MLflow: logged once, found again by key, and never in anybody's way."""
 
 import json
+import multiprocessing
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,9 +18,20 @@ from stages import schemas
 STEPS = 1000
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A database without runs: making one takes seconds."""
+    folder = tmp_path_factory.mktemp("empty")
+    with Tracker(folder, "nano")._database():
+        return folder / "mlflow.db"
+
+
 @pytest.fixture(autouse=True)
-def no_server(monkeypatch):
+def place(request, tmp_path, empty, monkeypatch):
+    """No tracking server, and an empty database in `tmp_path`, but for tests of its making (named `first_use`)."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if "first_use" not in request.node.name:
+        shutil.copyfile(empty, tmp_path / "mlflow.db")
 
 
 def history(path, steps=STEPS):
@@ -139,23 +152,29 @@ def test_the_report(tmp_path):
     assert sorted(item.path for item in client.list_artifacts(run.info.run_id)) == ["figures", "metrics.json", "report.html"]
 
 
-def test_four_first_users_at_once(tmp_path):
+def _first_use(barrier, failures, root, letter):
+    barrier.wait()
+    if not Tracker(root, "nano").log_training(f"cell-{letter}", letter * 64, {"key": letter}, root / "history.parquet", {}, dataset=("text", letter)):
+        failures.put(letter)
+
+
+def test_first_use_by_four_at_once(tmp_path):
     history(tmp_path / "history.parquet")
-    code = f"""
-import sys
-from pathlib import Path
-from pipelines.tracking import Tracker
-root, key = Path({str(tmp_path)!r}), sys.argv[1] * 64
-sys.exit(not Tracker(root, "nano").log_training("cell-" + sys.argv[1], key, {{"key": key}}, root / "history.parquet", {{}}, dataset=("text", key)))
-"""
-    started = [subprocess.Popen([sys.executable, "-c", code, letter], cwd=head.CODE, stderr=subprocess.PIPE, text=True) for letter in "aabc"]
-    assert [(process.communicate(timeout=120)[1], process.returncode) for process in started] == [("", 0)] * 4
+    tracking._mlflow()
+    context = multiprocessing.get_context("fork")  # four imports of MLflow would be most of the test
+    barrier, failures = context.Barrier(4), context.Queue()
+    started = [context.Process(target=_first_use, args=(barrier, failures, tmp_path, letter)) for letter in "aabc"]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=60)
+    assert [process.exitcode for process in started] == [0] * 4 and failures.empty()
     _, found = runs(Tracker(tmp_path, "nano"))
     assert sorted(run.info.run_name for run in found) == ["cell-a", "cell-b", "cell-c"]
     assert {run.info.status for run in found} == {"FINISHED"}
 
 
-def test_a_database_half_made_by_a_killed_process_is_made_anew(tmp_path):
+def test_first_use_after_a_process_was_killed_at_it(tmp_path):
     (tmp_path / ".mlflow.db.partial").write_bytes(b"half")
     assert train(Tracker(tmp_path, "nano"), tmp_path)
     assert not (tmp_path / ".mlflow.db.partial").exists()
