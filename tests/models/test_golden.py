@@ -1,7 +1,8 @@
 """Identity versions against stored curves: the loss over 20 steps of each layer, at a tiny size, on the CPU in float32.
 
-A curve may differ from the stored one by a relative 2e-4, which covers other processors and library versions (sums in another order
-part by about 1e-6 in 20 steps). When a change of numbers is meant, raise the layer's version (or the backbone's) in
+A curve may differ from the stored one by a relative 2e-4, which covers other processors and library versions. Gated layers amplify
+rounding: RMSNorm(o) turns over where k . q passes 0. At this learning rate, weights changed by 1e-6 move the curves by at most 1.6e-4
+(mamba2; attention and hawk: 2e-7), sums in another order by a tenth of that; at 1e-2 both reach 1 %. When a change of numbers is meant, raise the layer's version (or the backbone's) in
 stages/versions.yaml and store the new curve: `python tests/models/test_golden.py`.
 """
 
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).parent / "golden"
 VERSIONS = Path(__file__).parents[2] / "stages" / "versions.yaml"
 TOLERANCE = 2e-4
 SCALE = {"layers": 2, "width": 32, "heads": 2, "key_size": 16, "mlp": 64}
-OPTIMIZER = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+OPTIMIZER = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-5, "weight_decay": 0.1, "clip": 1.0}
 
 
 def versions(name: str) -> dict[str, int]:
@@ -38,7 +39,7 @@ def curve(name: str) -> list[float]:
     losses = []
     for step in range(20):
         half = random.integers(0, 64, (4, 24))
-        losses.append(trainer.step(np.concatenate([half, half, half[:, :1]], 1), learning_rate=1e-2 * min(1, (step + 1) / 5))["loss"])
+        losses.append(trainer.step(np.concatenate([half, half, half[:, :1]], 1), learning_rate=3e-3 * min(1, (step + 1) / 5))["loss"])
     return losses
 
 
