@@ -87,6 +87,11 @@ class Model:
         return arrays.load(self.backend)
 
     @cached_property
+    def framework(self) -> ModuleType:
+        """models.backends.torch or .jax: the backend's arrays from numpy and back, and its Trainer."""
+        return importlib.import_module(f"models.backends.{self.backend}")
+
+    @cached_property
     def _names(self) -> list[dict[str, str]]:
         """For each block, its parameters' own names and their names in the table."""
         return [_behind(f"blocks.{index}.", {name: name for name in self.table}) for index in range(len(self.layers))]
@@ -94,7 +99,7 @@ class Model:
     def init(self, seed: int) -> dict[str, Array]:
         """Initial parameters as the backend's float32 arrays; the values depend on the seed and on their names alone."""
         values = initialise(self.table, seed=seed, blocks=len(self.layers))
-        return importlib.import_module(f"models.backends.{self.backend}").to_arrays(values)
+        return self.framework.to_arrays(values)
 
     def block(
         self, layer: Layer, p: Mapping[str, Array], x: Array, state: State | None, segments: Array | None

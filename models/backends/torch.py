@@ -25,6 +25,16 @@ def to_arrays(values: Mapping[str, np.ndarray], device: str = "cpu") -> dict[str
     return {name: torch.from_numpy(np.array(value)).to(device) for name, value in values.items()}
 
 
+def to_numpy(value: torch.Tensor) -> np.ndarray:
+    """A copy on the host."""
+    return value.detach().to("cpu", copy=True).numpy()
+
+
+def frozen(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same parameters, of which no gradient is asked."""
+    return {name: value.detach() for name, value in params.items()}
+
+
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, summed and returned in float32."""
     if a.is_cuda and a.dtype == torch.bfloat16:
@@ -186,7 +196,7 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """The parameters, float32, by the names of the model's table."""
-        return {name: _copy(value) for name, value in self.params.items()}
+        return {name: to_numpy(value) for name, value in self.params.items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
@@ -203,11 +213,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that an exact resume needs: "parameters/NAME", "mean/NAME" and "square/NAME" (AdamW's moments), "step"."""
-        state = {f"parameters/{name}": _copy(value) for name, value in self.params.items()}
+        state = {f"parameters/{name}": to_numpy(value) for name, value in self.params.items()}
         for name, value in self.params.items():
             moments = self.optimizer.state[value]
-            state[f"mean/{name}"], state[f"square/{name}"] = _copy(moments["exp_avg"]), _copy(moments["exp_avg_sq"])
-        return {**state, "step": _copy(moments["step"])}
+            state[f"mean/{name}"], state[f"square/{name}"] = to_numpy(moments["exp_avg"]), to_numpy(moments["exp_avg_sq"])
+        return {**state, "step": to_numpy(moments["step"])}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -229,7 +239,3 @@ class Trainer:
             target.copy_(torch.from_numpy(np.array(state[name])))
         for value in self.params.values():
             self.optimizer.state[value]["step"].fill_(float(state["step"]))
-
-
-def _copy(value: torch.Tensor) -> np.ndarray:
-    return value.detach().to("cpu", copy=True).numpy()

@@ -1,0 +1,91 @@
+"""Generation against the forward pass: greedy tokens, prompts of different lengths, draws, stopping."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from models import build
+from models.generate import generate, sample, stream
+from models.layers import LAYERS
+
+SCALE = {"layers": 2, "width": 32, "heads": 2, "key_size": 16, "mlp": 48}
+
+
+def model_and_params(name, backend="torch"):
+    model = build({"layer": name}, SCALE, vocab_size=40, backend=backend)
+    return model, model.init(0)
+
+
+def greedy_by_forward(model, params, prompt, length):
+    tokens = prompt
+    for _ in range(length):
+        logits = model.forward(params, torch.from_numpy(tokens))
+        tokens = np.concatenate([tokens, logits[:, -1].argmax(-1, keepdim=True).numpy()], 1)
+    return tokens[:, prompt.shape[1] :]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_greedy_is_the_forward_passs(name):
+    model, params = model_and_params(name)
+    prompt = np.random.default_rng(0).integers(0, 40, (2, 7))
+    assert (generate(model, params, prompt, 9) == greedy_by_forward(model, params, prompt, 9)).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_prompts_of_different_lengths(name):
+    """Padded in front, each row goes on as it does alone."""
+    model, params = model_and_params(name)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 40, size) for size in (3, 8)]
+    padded, ids = np.zeros((2, 8), np.int64), np.full((2, 8), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, 8 - len(prompt) :], ids[row, 8 - len(prompt) :] = prompt, 0
+    together = generate(model, params, padded, 6, segments_BP=ids)
+    for row, prompt in enumerate(prompts):
+        assert (together[row] == generate(model, params, prompt[None], 6)[0]).all()
+
+
+def test_no_graph_grows_when_parameters_ask_for_gradients():
+    model, params = model_and_params("gla")
+    params = {name: value.requires_grad_() for name, value in params.items()}
+    assert generate(model, params, np.array([[1, 2]]), 3).shape == (1, 3)
+
+
+def test_jax_generates_the_same():
+    pytest.importorskip("jax")
+    prompt = np.random.default_rng(1).integers(0, 40, (2, 5))
+    assert (generate(*model_and_params("gla"), prompt, 3) == generate(*model_and_params("gla", "jax"), prompt, 3)).all()
+
+
+def test_draws_follow_the_probabilities():
+    logits = np.log(np.array([[0.1, 0.2, 0.7]])).repeat(20_000, 0)
+    random = np.random.default_rng(0)
+    for temperature, expected in ((1.0, [0.1, 0.2, 0.7]), (0.5, np.array([0.01, 0.04, 0.49]) / 0.54)):
+        counts = np.bincount(sample(logits, temperature, random), minlength=3) / len(logits)
+        assert counts == pytest.approx(np.asarray(expected), abs=0.015)
+
+
+def test_a_seed_repeats_its_draws():
+    model, params = model_and_params("gla")
+    prompt = np.array([[1, 2, 3]])
+    a, b, c = (generate(model, params, prompt, 12, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert (a == b).all() and (a != c).any()
+
+
+def test_it_stops_once_every_row_has_stopped():
+    model, params = model_and_params("gla")
+    prompt = np.array([[1, 2, 3]])
+    free = generate(model, params, prompt, 8)
+    stopped = generate(model, params, prompt, 8, stop=int(free[0, 2]))
+    assert stopped.shape[1] == 1 + int(np.argmax(free[0] == free[0, 2]))
+    assert [int(token[0]) for token in itertools.islice(stream(model, params, prompt), 8)] == free[0].tolist()
+
+
+def test_mistakes_are_named():
+    model, params = model_and_params("gla")
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, params, np.zeros((1, 0), int), 3)
+    with pytest.raises(ValueError, match="temperature is -1"):
+        generate(model, params, np.array([[1]]), 3, temperature=-1)
