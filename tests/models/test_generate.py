@@ -56,7 +56,7 @@ def test_no_graph_grows_when_parameters_ask_for_gradients():
 def test_jax_generates_the_same():
     pytest.importorskip("jax")
     prompt = np.random.default_rng(1).integers(0, 40, (2, 5))
-    assert (generate(*model_and_params("gla"), prompt, 3) == generate(*model_and_params("gla", "jax"), prompt, 3)).all()
+    assert (generate(*model_and_params("attention"), prompt, 3) == generate(*model_and_params("attention", "jax"), prompt, 3)).all()
 
 
 def test_draws_follow_the_probabilities():
