@@ -61,8 +61,9 @@ def documents(path: Path, reading: Reading, *, prefix: str, tally: Tally) -> Ite
     if form is None:
         raise ValueError(f"{path} has a name that tells no format ({', '.join(ENDINGS)}); give the source a `format`.")
     raw = {"parquet": _parquet, "jsonl": _json_lines, "text": _text}[form]
+    rows = raw(path, reading, prefix, tally)
     try:
-        yield from _cut(_sift(raw(path, reading, prefix, tally), tally))
+        yield from _cut(_sift(_joined(rows, prefix) if reading.document == "file" else rows, tally))
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{path} is not a whole {form} file ({error}). Fetch it again, or take it out of the source.") from error
 
@@ -71,6 +72,12 @@ def _batch(ids: Any, text: Any) -> pa.RecordBatch:
     import pyarrow as pa
 
     return pa.record_batch({"id": pa.array(ids, pa.string()), "text": pa.array(text, pa.large_binary())})
+
+
+def _joined(rows: Iterator[pa.RecordBatch], prefix: str) -> Iterator[pa.RecordBatch]:
+    """All rows as one document, blank lines between them; an empty row is an empty line."""
+    texts = [text or b"" for batch in rows for text in batch["text"].to_pylist()]
+    yield _batch([prefix], [b"\n\n".join(texts)])
 
 
 # Formats: batches (id, text) as they come, text null where there is none.

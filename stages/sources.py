@@ -48,13 +48,15 @@ class Reading(Strict):
     """How documents are read from a source's files, and what the files must be: the source's part of a spec.
 
     column: of the text (a dot goes into a nested field), for Parquet and JSON lines. id: column of the documents' ids; None
-    makes them of the file's digest and the row. where: only documents whose column has this value. pin: see this module.
+    makes them of the file's digest and the row. where: only documents whose column has this value. document: what one is, a row,
+    or a whole file, its rows joined by blank lines (WikiText's rows are lines). pin: see this module.
     """
 
     format: Format = "auto"
     column: str = "text"
     id: str | None = None
     where: dict[str, str | int | float | bool | None] = {}
+    document: Literal["row", "file"] = "row"
     pin: str | None = None
 
     @field_validator("pin")

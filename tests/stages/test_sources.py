@@ -341,3 +341,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         del batch
     assert tracemalloc.get_traced_memory()[1] + most < 6 * reader.BATCH
     tracemalloc.stop()
+
+
+def test_a_file_can_be_one_document(tmp_path):
+    path = tmp_path / "lines.parquet"
+    pq.write_table(pa.table({"text": ["one", "", None, "two"]}), path)
+    tally = Tally()
+    assert read(path, tally, document="file") == [("p", "one\n\n\n\n\n\ntwo")]
+    assert tally.documents == 1 and not tally.bad
