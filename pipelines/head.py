@@ -135,7 +135,7 @@ def runs(who: dict[str, Any] | None) -> bool:
         return False
 
 
-def owner() -> psutil.Process:
+def caller() -> psutil.Process:
     """The nearest ancestor that is DVC; else this process."""
     for process in psutil.Process().parents():
         try:
@@ -214,11 +214,12 @@ def current(root: Path) -> Address | None:
 
 
 def ensure(root: Path, owner: psutil.Process | None = None) -> Address:
-    """The address of the head of `root`, started if there is none; it lives at least as long as `owner` (default: owner()).
+    """The address of the head of `root`, started if there is none.
 
-    Several processes may ask at once: one starts it. RuntimeError, with Ray's own last words, where it does not come up.
+    It lives at least as long as `owner`; if none is given, as DVC and this process, which may outlive a killed DVC to see
+    work saved. Several processes may ask at once: one starts it. RuntimeError, with Ray's last words, where it does not come up.
     """
-    owner = owner or globals()["owner"]()
+    owners = [identity(process) for process in ({caller(), psutil.Process()} if owner is None else {owner})]
     path, lock = _files(root)
     with locked(lock):
         record, address = load(path), current(root)
@@ -226,8 +227,8 @@ def ensure(root: Path, owner: psutil.Process | None = None) -> Address:
             if record.get("folder"):
                 sweep(Path(record["folder"]))
             record = {"folder": str(_folder()), "url": f"http://127.0.0.1:{_free_ports(1)[0]}", "owners": []}
-        if identity(owner) not in record["owners"]:
-            record["owners"] = [who for who in record["owners"] if runs(who)] + [identity(owner)]
+        if new := [who for who in owners if who not in record["owners"]]:
+            record["owners"] = [who for who in record["owners"] if runs(who)] + new
             write_atomically(path, json.dumps(record))
         if address is None:
             address = _start(root, record)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.board import Board
-from pipelines.head import CODE, Address, runs
+from pipelines.head import CODE, Address, caller, identity, runs
 from pipelines.progress import Follower, Progress
 from pipelines.store import Store
 from pipelines.work import Outcome, Request
@@ -47,7 +47,8 @@ CODE_HERE = Code()
 def ask(request: Request, address: Address, *, code: Code = CODE_HERE, progress: Progress | None = None) -> Outcome:
     """Have `request` run on the Ray cluster at `address` and wait for the outcome, showing its progress. Never raises for a stage that fails.
 
-    Ctrl-C or SIGTERM: on our own head the stage saves its work and ends ("stopped"); on a cluster it goes on ("detached").
+    Ctrl-C, SIGTERM, or a DVC that was killed: on our own head the stage saves its work and ends ("stopped"); on a cluster it
+    goes on ("detached").
     ValueError where the cluster does not answer, RuntimeError where it will not run a driver.
     """
     session = _session(address)
@@ -95,13 +96,14 @@ class _Asking:
         self.board, self.store = Board(request.store, request.study), Store(Path(request.store))
         self.post = _Post(self.board, address, session, code, request)
         self.follower = Follower(lambda: self.store.attempts(self.key), shown.show, shown.say, self.store.alive(self.key))
+        self.caller = identity(caller())
         self.id = self.board.put(request, session)
         self._published: float | None = None
 
     def wait(self, caught: list[int]) -> Outcome:
         """The outcome; `caught` fills when a signal comes."""
         began = time.monotonic()
-        while not caught:
+        while not caught and runs(self.caller):
             if outcome := self.board.outcome(self.key, self.id) or self._made_by_others():
                 self.follower.look()
                 return outcome

@@ -83,7 +83,7 @@ def test_ray_dies_with_a_killed_guardian_and_the_next_head_clears_the_rest(guard
     monkeypatch.setattr(head, "_start", lambda root, record: started.append(record) or head.Address(record["url"], True))
     head.ensure(root)
     assert not head.members(folder) and not folder.exists()
-    assert started[0]["owners"] == [head.identity(head.owner())]
+    assert started[0]["owners"] == [head.identity(head.caller())]
     head.sweep(Path(started[0]["folder"]))
 
 
@@ -125,10 +125,10 @@ def test_the_folder_is_private_and_its_path_short():
         head.sweep(folder)
 
 
-def test_the_owner_is_the_nearest_dvc(tmp_path):
+def test_the_caller_is_the_nearest_dvc(tmp_path):
     script = tmp_path / "dvc"
     script.write_text("import subprocess, sys; sys.exit(subprocess.run(['sh', '-c', sys.argv[1] + '; exit $?']).returncode)")
-    inner = f"{sys.executable} -c 'from pipelines import head; print(head.owner().pid)'"
+    inner = f"{sys.executable} -c 'from pipelines import head; print(head.caller().pid)'"
     process = subprocess.Popen([sys.executable, str(script), inner], cwd=head.CODE, stdout=subprocess.PIPE, text=True)
     assert int(process.communicate(timeout=30)[0]) == process.pid
 

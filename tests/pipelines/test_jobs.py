@@ -69,8 +69,8 @@ def attempts(wanted):
     return Store(Path(wanted.store)).attempts(wanted.key)
 
 
-def asking(wanted, place):
-    """A process that asks for `wanted`, prints the outcome's status, and whether it imported ray."""
+def asking(wanted, place, *above):
+    """A process that asks for `wanted`, prints the outcome's status, and whether it imported ray. above: a command that runs it."""
     code = f"""
 import sys
 from pathlib import Path
@@ -79,7 +79,7 @@ from pipelines.work import Request
 outcome = jobs.ask(Request.from_json({wanted.to_json()!r}), head.ensure(Path({str(place[1])!r})))
 print(outcome.status, "ray" in sys.modules, flush=True)
 """
-    return subprocess.Popen([sys.executable, "-c", code], cwd=head.CODE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*above, sys.executable, "-c", code], cwd=head.CODE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_request_is_made_published_and_answered(ask, request_for):
@@ -144,6 +144,17 @@ def test_an_interrupt_saves_and_stops_the_work(request_for, place, number):
     assert out.split()[0] == "stopped" and "it saves its work first" in err
     assert (attempt / "saved").read_text() == "work" and Store(Path(wanted.store)).alive(wanted.key) is None
     assert not Board(wanted.store, wanted.study).has(wanted.key)
+
+
+def test_a_killed_dvc_has_the_work_saved(request_for, place, tmp_path):
+    wanted = request_for("wait")
+    dvc = tmp_path / "dvc"
+    dvc.write_text("import subprocess, sys; subprocess.run(sys.argv[1:])")
+    process = asking(wanted, place, sys.executable, str(dvc))
+    attempt = until(lambda: Store(Path(wanted.store)).alive(wanted.key))
+    process.kill()
+    out, err = process.communicate(timeout=60)  # to its child's end
+    assert out.split()[0] == "stopped" and (attempt / "saved").read_text() == "work"
 
 
 def test_a_killed_driver_is_replaced(request_for, place):
