@@ -14,6 +14,7 @@ import pytest
 from pipelines import head, tracking
 from pipelines.tracking import Tracker, clean, flat
 from stages import schemas
+from stages.spec import Spec
 
 STEPS = 1000
 
@@ -172,6 +173,27 @@ def test_first_use_by_four_at_once(tmp_path):
     _, found = runs(Tracker(tmp_path, "nano"))
     assert sorted(run.info.run_name for run in found) == ["cell-a", "cell-b", "cell-c"]
     assert {run.info.status for run in found} == {"FINISHED"}
+
+
+def test_what_the_stages_of_a_cell_have_made_is_remembered(tmp_path):
+    made = {stage: tmp_path / stage for stage in ("train", "evaluate", "analyze")}
+    for folder in made.values():
+        folder.mkdir()
+        (folder / "provenance.json").write_text(json.dumps(PROVENANCE))
+        (folder / "artifact.json").write_text(json.dumps({"inputs": {"budget": DATASET[1]}}))
+    history(made["train"] / "history.parquet")
+    evaluation(made["evaluate"] / "perplexity.parquet")
+    (made["analyze"] / "metrics.json").write_text('{"mesa-tiny-1m": {"loss": 2.5}}')
+    context = {"study": "nano", "tracking": None, "cells": {"mesa-tiny-1m": {"name": "mesa-tiny-1m", "group": "grid"}}, "roles": {"text": "training", "held-out": "validation"}}
+    spec = {stage: Spec(stage=stage, versions={}, parameters={"batch": 16}, inputs={"train": {"budget": "b" * 64}}.get(stage, {})) for stage in ("train", "analyze")}
+    spec["evaluate"] = Spec(stage="evaluate", versions={}, parameters={}, inputs={"weights": spec["train"].key})
+    for stage, cell in (("train", "mesa-tiny-1m"), ("evaluate", "mesa-tiny-1m"), ("analyze", "analyze")):
+        assert tracking.remember(stage, cell, spec[stage], context, made[stage], root=tmp_path)
+    _, found = runs(Tracker(tmp_path, "nano"))
+    run, report = sorted(found, key=lambda run: run.info.run_name)
+    assert run.data.params == {"batch": "16", "cell.group": "grid"} and run.data.tags["strata.key"] == spec["train"].key
+    assert run.inputs.dataset_inputs[0].dataset.digest == "d" * 36 and "loss" in run.data.metrics and "perplexity/validation/256" in run.data.metrics
+    assert report.info.run_name == "report" and report.data.metrics == {"mesa-tiny-1m/loss": 2.5}
 
 
 def test_first_use_after_a_process_was_killed_at_it(tmp_path):
