@@ -48,6 +48,8 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     found = store.find(spec.key)
     outcome = Outcome("present", folder=str(found)) if found else _make(request(stage, cell, spec, context, store), context, ray)
     if not outcome.done:
+        if stage == "train" and outcome.folder:
+            _remember(stage, cell, spec, context, outcome)
         raise Failed(
             outcome.error or f"{stage} of {cell} ended as {outcome.status}.",
             mistake=outcome.kind == "mistake" or outcome.status != "failed",
@@ -55,7 +57,7 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     made = Path(outcome.folder or "")
     workspace.place(stage, cell, context["roles"].get(cell), made, data=context["outputs"] == "files")
     print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
-    _remember(stage, cell, spec, context, made)
+    _remember(stage, cell, spec, context, outcome)
     return outcome
 
 
@@ -126,13 +128,14 @@ def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:
         return jobs.ask(wanted, head.address_from_environment() or head.ensure(root_of(context)), progress=progress)
 
 
-def _remember(stage: str, cell: str, spec: Spec, context: dict[str, Any], made: Path) -> None:
-    """Log to MLflow what this stage adds; a tracking server that is away is a warning."""
+def _remember(stage: str, cell: str, spec: Spec, context: dict[str, Any], outcome: Outcome) -> None:
+    """Log to MLflow what this stage adds, or how a training ended; a tracking server that is away is a warning."""
     if stage not in REMEMBERED:
         return
     from pipelines import tracking
 
-    tracking.remember(stage, cell, spec, context, made, root=root_of(context))
+    status = tracking.STATUSES[outcome.status]
+    tracking.remember(stage, cell, spec, context, Path(outcome.folder or ""), root=root_of(context), status=status)
 
 
 class _signals:

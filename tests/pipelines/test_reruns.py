@@ -23,7 +23,7 @@ from pipelines.params import parse, read
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("kernels", "models", "stages", "pipelines")
-yaml = YAML(typ="safe")
+pytestmark = pytest.mark.slow
 
 
 class Study:
