@@ -37,6 +37,7 @@ class Study:
             shutil.copytree(
                 ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "analysis", "weights", "specs", "packed", "tokens")
             )
+        (root / "pipelines" / "nano" / "dvc.yaml").unlink()  # one study is enough
         for name in ("dvc.yaml", ".gitignore", ".dvcignore"):
             shutil.copyfile(ROOT / name, root / name)
         self.params = small(read(ROOT / "pipelines" / "nano"))
