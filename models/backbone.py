@@ -19,7 +19,7 @@ from typing import Any
 
 from kernels import arrays
 from models.layers.layer import TRAINING, Array, Layer, State, linear, product
-from models.parameters import Parameter, Table, count, fan_in_transposed, initialise, ones, prefixed, residual
+from models.parameters import Parameter, Table, behind, count, fan_in_transposed, initialise, ones, prefixed, residual
 
 BACKENDS = ("torch", "jax")
 SOFT_CAP = 30.0
@@ -94,7 +94,7 @@ class Model:
     @cached_property
     def _names(self) -> list[dict[str, str]]:
         """For each block, its parameters' own names and their names in the table."""
-        return [_behind(f"blocks.{index}.", {name: name for name in self.table}) for index in range(len(self.layers))]
+        return [behind(f"blocks.{index}.", {name: name for name in self.table}) for index in range(len(self.layers))]
 
     def init(self, seed: int) -> dict[str, Array]:
         """Initial parameters as the backend's float32 arrays; the values depend on the seed and on their names alone."""
@@ -106,7 +106,7 @@ class Model:
     ) -> tuple[Array, State, dict[str, Array]]:
         """One block on the stream [B, T, D], or [B, D] for one token: the stream after it, its layer's state, its layer's scalars."""
         ops, record = self.ops, {}
-        mixer = _behind("mixer.", p)
+        mixer = behind("mixer.", p)
         z = ops.rms_norm(x, p["mixer_norm"], eps=NORM_EPSILON)
         if x.ndim == 2:
             y, state = layer.step(mixer, z, state, ops=ops)
@@ -128,11 +128,9 @@ class Model:
         earlier call; None starts fresh. transform: (block, layer) -> block, applied to each block's function (compilation, recomputation).
         """
         ops = self.ops
-        embedding_VD = params["embedding"]
-        tokens = ops.array(tokens, ops.int32, embedding_VD)
         if segments is not None:
-            segments = ops.array(segments, ops.int32, embedding_VD)
-        x = ops.cast(ops.take(embedding_VD, tokens) * math.sqrt(self.width), dtype or embedding_VD.dtype)
+            segments = ops.array(segments, ops.int32, params["embedding"])
+        x = self.embed(params, tokens, dtype)
         after, scalars = [], {}
         for index, (layer, names) in enumerate(zip(self.layers, self._names, strict=True)):
             block = transform(self.block, layer) if transform else self.block
@@ -142,7 +140,17 @@ class Model:
             for name, value in record.items():
                 scalars.setdefault(name, []).append(value)
         means = {name: ops.mean(ops.stack(values), 0) for name, values in scalars.items()}
-        return ops.rms_norm(x, params["final_norm"], eps=NORM_EPSILON), after, means
+        return self.normalise(params, x), after, means
+
+    def embed(self, params: Mapping[str, Array], tokens: Array, dtype: Any = None) -> Array:
+        """The stream before the first block, [..., D]."""
+        ops, embedding_VD = self.ops, params["embedding"]
+        tokens = ops.array(tokens, ops.int32, embedding_VD)
+        return ops.cast(ops.take(embedding_VD, tokens) * math.sqrt(self.width), dtype or embedding_VD.dtype)
+
+    def normalise(self, params: Mapping[str, Array], x: Array) -> Array:
+        """The stream after the last block, as the head takes it."""
+        return self.ops.rms_norm(x, params["final_norm"], eps=NORM_EPSILON)
 
     def logits(self, params: Mapping[str, Array], x: Array) -> Array:
         """The head: normalised stream [..., D] to soft-capped float32 logits [..., V]."""
@@ -168,7 +176,7 @@ class Model:
         if params is None:
             return [None] * len(self.layers)
         return [
-            layer.initial_state(_behind(f"blocks.{index}.mixer.", params), batch, ops=self.ops) for index, layer in enumerate(self.layers)
+            layer.initial_state(behind(f"blocks.{index}.mixer.", params), batch, ops=self.ops) for index, layer in enumerate(self.layers)
         ]
 
     def prefill(
@@ -196,8 +204,3 @@ class Model:
             raise ValueError(f"No layer of this model has the options {sorted(options)}; nearest: {nearest}.")
         layers = tuple(replace(layer, **options) if solver else layer for layer, solver in zip(self.layers, solvers, strict=True))
         return replace(self, layers=layers)
-
-
-def _behind(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries whose names start with the prefix, named without it."""
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,11 @@ def count(table: Mapping[str, Parameter]) -> int:
 def prefixed(prefix: str, table: Mapping[str, Parameter]) -> Table:
     """The same table, each name behind `prefix.`."""
     return {f"{prefix}.{name}": parameter for name, parameter in table.items()}
+
+
+def behind(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose names start with the prefix, named without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def initialise(table: Mapping[str, Parameter], *, seed: int, blocks: int) -> dict[str, np.ndarray]:
