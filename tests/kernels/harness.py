@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.operations import Operation, Sizes
 
-POSITIONAL = {"q", "k", "v", "log_decay", "beta", "lam", "x", "log_a", "log_input"}
+POSITIONAL = {"q", "k", "v", "log_decay", "beta", "lam", "prior", "x", "log_a", "log_input"}
 
 
 def make(operation: Operation, sizes: Sizes, seed: int = 0) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:

@@ -25,6 +25,9 @@ from kernels.mesa import step as mesa_step
 from kernels.mlstm import State as MLSTMState
 from kernels.mlstm import mlstm
 from kernels.mlstm import step as mlstm_step
+from kernels.palimpsa import State as PalimpsaState
+from kernels.palimpsa import palimpsa
+from kernels.palimpsa import step as palimpsa_step
 from kernels.rg_lru import State as RGLRUState
 from kernels.rg_lru import rg_lru
 from kernels.rg_lru import step as rg_lru_step
@@ -52,7 +55,7 @@ class Operation:
     state: Callable[[np.random.Generator, Sizes], tuple[np.ndarray, ...]]
     fixed: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
-    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "sign", "log_input", "log_a")  # float32 at least, whatever q's dtype
+    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "prior", "sign", "log_input", "log_a")  # float32 at least, whatever q's dtype
     backend: str = "chunked"
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
     comparable: Callable[[Any], tuple] = lambda state: state[:-1]  # the arrays of a state that hold numbers, in a form that compares
@@ -84,6 +87,20 @@ def mesa_inputs(random, sizes):
     q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
     lam = random.uniform(0.5, 1.5, (H, K))
     return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H), "lam": lam}
+
+
+def palimpsa_inputs(random, sizes):
+    """A precision for each value, some of them 0; priors from weak to strong."""
+    B, T, H, K, V = sizes
+    q, k, v = (random.standard_normal((B, T, H, size)) for size in (K, K, V))
+    beta = random.random((B, T, H, V)) * (random.random((B, T, H, V)) < 0.9)
+    log_decay = gates(random, B, T, H)["log_decay"]
+    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "prior": random.uniform(0.5, 2, H)}
+
+
+def palimpsa_state(random, sizes):
+    B, _, H, K, V = sizes
+    return random.standard_normal((B, H, K, V)), random.exponential(1.0, (B, H, K, V))
 
 
 def delta_rule_inputs(random, sizes):
@@ -222,5 +239,6 @@ OPERATIONS = {
     "mesa": MESA,
     "mesa signed": Operation(**{**vars(MESA), "inputs": large_lam(with_signs(mesa_inputs)), "without_gradient": ("sign",), "options": {"": {"steps": 60}}}),
     "mlstm": Operation("mlstm", mlstm, mlstm_step, mlstm_inputs, MLSTMState, mlstm_state),
+    "palimpsa": Operation("palimpsa", palimpsa, palimpsa_step, palimpsa_inputs, PalimpsaState, palimpsa_state, fixed=("prior",), options={"": {}, "scale": {"scale": 0.25}}),
     "rg_lru": Operation("rg_lru", rg_lru, rg_lru_step, rg_lru_inputs, RGLRUState, rg_lru_state),
 }  # fmt: skip
