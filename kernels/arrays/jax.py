@@ -229,6 +229,16 @@ def solve(a: Array, b: Array) -> Array:
     return jnp.linalg.solve(a, b[..., None])[..., 0]
 
 
+def cholesky(x: Array) -> Array:
+    """The lower triangles L with L L^T = x, for symmetric positive matrices [..., K, K]; NaN where x is not positive."""
+    return jnp.linalg.cholesky(x)
+
+
+def solve_lower(a: Array, b: Array) -> Array:
+    """x with a x = b, for lower triangles a [..., K, K] and matrices b [..., K, X]."""
+    return jax.scipy.linalg.solve_triangular(a, b, lower=True)
+
+
 # control
 def scan(step: Callable, carry: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
     """carry, y = step(carry, x) for each x along the first axis of xs (an array or a tuple of them); (carry, ys stacked).

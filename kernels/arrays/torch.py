@@ -258,6 +258,17 @@ def solve(a: Array, b: Array) -> Array:
     return torch.linalg.solve(a, b[..., None])[..., 0]
 
 
+def cholesky(x: Array) -> Array:
+    """The lower triangles L with L L^T = x, for symmetric positive matrices [..., K, K]; NaN where x is not positive."""
+    L, failed = torch.linalg.cholesky_ex(x)
+    return torch.where(failed[..., None, None] > 0, float("nan"), L)
+
+
+def solve_lower(a: Array, b: Array) -> Array:
+    """x with a x = b, for lower triangles a [..., K, K] and matrices b [..., K, X]."""
+    return torch.linalg.solve_triangular(a, b, upper=False)
+
+
 # control
 def scan(step: Callable, carry: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
     """carry, y = step(carry, x) for each x along the first axis of xs (an array or a tuple of them); (carry, ys stacked).

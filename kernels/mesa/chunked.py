@@ -71,8 +71,8 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     ops = arrays.of(q)
     B, T, H, _ = q.shape
     V, dtype = v.shape[-1], S_BHKX.dtype
-    c, last = linear.cut(ops.cast(k, dtype), _values(k, v, beta, dtype), log_decay, sign, S_BHKX, chunk)
-    system = System(c, _lam_by_chunk(lam, c, B))
+    c, last = linear.cut(ops.cast(k, dtype), written(k, v, beta, dtype), log_decay, sign, S_BHKX, chunk)
+    system = System(c, lam_by_chunk(lam, c, B))
     q_MCK = chunks.split(ops.cast(q, dtype), chunk)
     x, taken = system.solve(q_MCK, steps=steps, eps=eps, criterion=criterion, start=start)
     read = linear.read(x, c)
@@ -88,9 +88,9 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     ops = arrays.of(q)
     B, T, H, K = q.shape
     V, dtype = v.shape[-1], S_BHKX.dtype
-    values = _values(k, v, None, dtype)
+    values = written(k, v, None, dtype)
     c, _ = linear.cut(ops.cast(k, dtype), values * beta[..., None], log_decay, sign, S_BHKX, chunk, starts)
-    system = System(c, _lam_by_chunk(lam, c, B))
+    system = System(c, lam_by_chunk(lam, c, B))
 
     do_MCV = chunks.split(ops.cast(do, dtype), chunk)
     back, _ = system.solve(system.write_back(do_MCV), steps=steps, eps=eps, criterion=criterion, start=start)
@@ -138,14 +138,14 @@ class System:
         return conjugate_gradients(self.apply, rhs_MCK, self.diagonal(), **options)
 
 
-def _values(k: Array, v: Array, beta: Array | None, dtype: Any) -> Array:
+def written(k: Array, v: Array, beta: Array | None, dtype: Any) -> Array:
     """[v | k], times beta: what is written at each token."""
     ops = arrays.of(k)
     values = ops.concatenate((ops.cast(v, dtype), ops.cast(k, dtype)), -1)
     return values if beta is None else values * beta[..., None]
 
 
-def _lam_by_chunk(lam_HK: Array, c: Chunks, B: int) -> Array:
+def lam_by_chunk(lam_HK: Array, c: Chunks, B: int) -> Array:
     ops = arrays.of(lam_HK)
     H, K = lam_HK.shape
     M = c.k_MCK.shape[0]

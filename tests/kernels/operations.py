@@ -31,6 +31,9 @@ from kernels.palimpsa import step as palimpsa_step
 from kernels.rg_lru import State as RGLRUState
 from kernels.rg_lru import rg_lru
 from kernels.rg_lru import step as rg_lru_step
+from kernels.rls_mesa import State as RLSMesaState
+from kernels.rls_mesa import rls_mesa
+from kernels.rls_mesa import step as rls_mesa_step
 
 # Largest |x - reference| / largest |reference|, for each output and each gradient, against the float64 reference on the same inputs.
 # "same": two orders of the same float32 computation. bfloat16: bfloat16 q, k, v and outputs, float32 inside.
@@ -87,6 +90,17 @@ def mesa_inputs(random, sizes):
     q, k = (unit(random.standard_normal((B, T, H, K))) for _ in range(2))
     lam = random.uniform(0.5, 1.5, (H, K))
     return {"q": q, "k": k, "v": random.standard_normal((B, T, H, V)), **gates(random, B, T, H), "lam": lam}
+
+
+def rls_mesa_inputs(random, sizes):
+    """Slow decays and exact 0: H's condition grows with what has been forgotten."""
+    given = mesa_inputs(random, sizes)
+    return given | {"log_decay": np.where(np.isinf(given["log_decay"]), given["log_decay"], 0.03 * given["log_decay"])}
+
+
+def rls_mesa_state(random, sizes):
+    B, _, H, *_ = sizes
+    return *mesa_state(random, sizes), random.uniform(0.5, 1, (B, H))
 
 
 def palimpsa_inputs(random, sizes):
@@ -241,4 +255,5 @@ OPERATIONS = {
     "mlstm": Operation("mlstm", mlstm, mlstm_step, mlstm_inputs, MLSTMState, mlstm_state),
     "palimpsa": Operation("palimpsa", palimpsa, palimpsa_step, palimpsa_inputs, PalimpsaState, palimpsa_state, fixed=("prior",), options={"": {}, "scale": {"scale": 0.25}}),
     "rg_lru": Operation("rg_lru", rg_lru, rg_lru_step, rg_lru_inputs, RGLRUState, rg_lru_state),
+    "rls_mesa": Operation("rls_mesa", rls_mesa, rls_mesa_step, rls_mesa_inputs, RLSMesaState, rls_mesa_state, fixed=("lam",)),
 }  # fmt: skip

@@ -58,7 +58,9 @@ CASES = {
     "matmul": (lambda o, x, y: o.matmul(x, o.swapaxes(y, 0, 1), precision="highest"), x_23, y_23),
     "einsum": (lambda o, x, y: o.einsum("ab,cb->ac", x, y, precision="highest"), x_23, y_23),
     "inverse_unit_lower": (lambda o, x: o.inverse_unit_lower(x), square),
-    "solve": (lambda o, x: o.solve(o.swapaxes(x, 1, 2) @ x + o.where(o.causal(5, x) & ~o.causal(5, x, strict=True), 9.0, 0.0 * x), x[..., 0]), square),
+    "solve": (lambda o, x: o.solve(_positive(o, x), x[..., 0]), square),
+    "cholesky": (lambda o, x: o.cholesky(_positive(o, x)), square),
+    "solve_lower": (lambda o, x: o.solve_lower(o.cholesky(_positive(o, x)), x), square),
     "scan": (lambda o, x, y: o.concatenate([z.reshape(1, -1) for z in _scan(o, x, y)], 1), x_23, y_23),
     "associative_scan": (lambda o, x, y: o.associative_scan(combine, (o.sigmoid(x), y), 1)[1], *random((2, 2, 7)).astype(np.float32)),
     "rematerialise": (lambda o, x: o.rematerialise(lambda z: o.sin(o.sin(z)))(x), x_23),
@@ -72,6 +74,10 @@ CASES = {
         lambda o, x, w: o.concatenate(_convolution_and_state(o, x, w, o.array(SEGMENTS, o.int32, x)), 1), x_BTD, weight_WD
     ),
 }  # fmt: skip
+
+
+def _positive(o, x):
+    return o.swapaxes(x, 1, 2) @ x + o.where(o.causal(5, x) & ~o.causal(5, x, strict=True), 9.0, 0.0 * x)
 
 
 def _scan(o, x, y):
