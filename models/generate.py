@@ -33,13 +33,12 @@ def stream(
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; 0 takes the likeliest token, above 0 draws.")
     random = np.random.default_rng(seed)
-    params = model.framework.frozen(params)
-    x_BPD, states, _ = model.stream(params, prompt_BP, segments=segments_BP)
-    logits_BV = model.logits(params, x_BPD[:, -1])
+    decoder = model.framework.Decoder(model, params)
+    logits_BV = decoder.prefill(prompt_BP, segments_BP)
     while True:
-        token_B = sample(model.framework.to_numpy(logits_BV), temperature, random)
+        token_B = sample(logits_BV, temperature, random)
         yield token_B
-        logits_BV, states = model.step(params, token_B, states)
+        logits_BV = decoder.step(token_B)
 
 
 def generate(

@@ -10,9 +10,9 @@ from typing import Any
 import kernels
 from kernels import arrays, shapes
 from kernels.attention import library, reference
-from kernels.attention.cache import State, place, positions, step
+from kernels.attention.cache import State, place, positions, reserve, step
 
-__all__ = ["State", "attention", "positions", "step"]
+__all__ = ["State", "attention", "positions", "reserve", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
 IMPLEMENTATIONS = {"library": library.attend, "reference": reference.attend}

@@ -1,26 +1,28 @@
-"""JAX: trains a model by AdamW, and scores sequences; the same interface, arithmetic and names of states as torch's.
+"""JAX: trains a model by AdamW over the devices of one process, scores sequences and continues them; torch's interface and names.
 
-Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
+Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T time, P prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from kernels import arrays
 from models.backbone import Model
+from models.backends.jax_mesh import Layout
+from models.backends.jax_stack import Params, Stack
+from models.backends.jax_steps import SCORE_STATIC, TRAIN_STATIC, adamw, compiled, decode, prefill, scores, shardings, train_step
+from models.parameters import initialise
 
-PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-CHUNK = 1 << 26
-"""Logits held at once by the loss."""
-
-Params = dict[str, jax.Array]
+PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
+"""float64: weights too, for references; JAX_ENABLE_X64 must be set."""
+PLATFORMS = {"gpu": "cuda"}
 
 
 def to_arrays(values: Mapping[str, np.ndarray]) -> Params:
@@ -33,155 +35,171 @@ def to_numpy(value: jax.Array) -> np.ndarray:
     return np.array(value)
 
 
-def frozen(params: Params) -> Params:
-    """The same parameters: JAX asks for gradients where they are taken."""
-    return params
+def find_device(asked: str, precision: str) -> str:
+    """ "cpu", "cuda" or "tpu"; `asked` may be "auto", which takes the best there is. ValueError where what was asked for is not here."""
+    if asked == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # else the kernels, and the memory, of an accelerator that is here would be taken
+    found = PLATFORMS.get(jax.default_backend(), jax.default_backend())
+    if asked not in ("auto", found):
+        raise ValueError(f"Device {asked} was asked for and JAX finds {found} here: use --device {found}, or run where there is one.")
+    return found
 
 
-def head_nll(model: Model, params: Params, x_ND: jax.Array, target_N: jax.Array) -> jax.Array:
-    """Negative log likelihoods [N], a few rows of logits at a time, computed again in the backward pass."""
-    rows = max(1, min(len(x_ND), CHUNK // model.vocab_size))
-    padding = -len(x_ND) % rows
-    x = jnp.pad(x_ND, ((0, padding), (0, 0))).reshape(-1, rows, x_ND.shape[-1])
-    target = jnp.pad(target_N, (0, padding)).reshape(-1, rows)
-
-    @jax.checkpoint
-    def nll(x_RD: jax.Array, target_R: jax.Array) -> jax.Array:
-        return arrays.load("jax").softmax_cross_entropy(model.logits(params, x_RD), target_R)
-
-    return jax.lax.map(lambda part: nll(*part), (x, target)).reshape(-1)[: len(x_ND)]
-
-
-def loss(model: Model, params: Params, dtype: Any, tokens_BT1: Any, segments_BT: Any, weight_BT: Any) -> tuple[jax.Array, tuple]:
-    """Weighted sum of the negative log likelihoods, and (each of them [B, T], the layers' scalars)."""
-    x_BTD, _, record = model.stream(params, tokens_BT1[:, :-1], segments=segments_BT, dtype=dtype)
-    nll_BT = head_nll(model, params, x_BTD.reshape(-1, model.width), tokens_BT1[:, 1:].reshape(-1)).reshape(weight_BT.shape)
-    return (nll_BT * weight_BT).sum(), (nll_BT, record)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "optimizer", "dtype", "parts", "skip_nonfinite"), donate_argnames=("state",))
-def train_step(
-    state: tuple, tokens_BT1: Any, segments_BT: Any, weight_BT: Any, learning_rate: Any, *, model: Model, optimizer: tuple, dtype: Any,
-    parts: int, skip_nonfinite: bool,
-) -> tuple:  # fmt: skip
-    """One AdamW step over `parts` micro-batches: state (parameters, means, squares, count) and the facts that Trainer.step returns."""
-    params, mean, square, count = state
-    options = dict(optimizer)
-
-    def add_part(total: tuple, part: tuple) -> tuple:
-        tokens, weight, segments = part
-        scored = lambda params: loss(model, params, dtype, tokens, segments, weight)  # noqa: E731
-        (value, (_, record)), gradient = jax.value_and_grad(scored, has_aux=True)(params)
-        return jax.tree.map(jnp.add, total, (value, gradient)), record
-
-    def cut(x: jax.Array) -> jax.Array:
-        return x.reshape(parts, -1, *x.shape[1:])
-
-    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    given = (cut(tokens_BT1), cut(weight_BT), None if segments_BT is None else cut(segments_BT))
-    (value, gradient), records = jax.lax.scan(add_part, start, given)
-
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradient.values()))
-    finite = jnp.isfinite(norm) & jnp.isfinite(value)
-    scale, count_after = options["clip"] / jnp.maximum(norm, options["clip"]), count + 1
-    beta1, beta2 = options["beta1"], options["beta2"]
-    after = ({}, {}, {})
-    for name, weight in params.items():
-        g = gradient[name] * scale
-        m, s = beta1 * mean[name] + (1 - beta1) * g, beta2 * square[name] + (1 - beta2) * g * g
-        decay = options["weight_decay"] if model.table[name].decay else 0.0
-        update = (m / (1 - beta1**count_after)) / (jnp.sqrt(s / (1 - beta2**count_after)) + options["epsilon"])
-        for into, new in zip(after, (weight * (1 - learning_rate * decay) - learning_rate * update, m, s), strict=True):
-            into[name] = new
-    moved = (*after, count_after)
-    if skip_nonfinite:
-        moved = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
-    return moved, {"loss": value, "grad_norm": norm, "finite": finite.astype(jnp.float32), **jax.tree.map(jnp.mean, records)}
-
-
-@functools.partial(jax.jit, static_argnames=("model", "dtype"))
-def scores(params: Params, tokens_BT1: Any, segments_BT: Any, *, model: Model, dtype: Any) -> tuple:
-    """Negative log likelihoods [B, T] and the layers' scalars."""
-    return loss(model, params, dtype, tokens_BT1, segments_BT, jnp.ones((tokens_BT1.shape[0], tokens_BT1.shape[1] - 1)))[1]
+def device_name(device: str) -> str:
+    """What provenance calls a device: an accelerator by its model, with how many there are."""
+    found = jax.devices(device)
+    return device if device == "cpu" and len(found) == 1 else f"{len(found)} x {found[0].device_kind}"
 
 
 class Trainer:
     """Parameters and AdamW's moments of one model; see models.backends.torch.Trainer, whose arguments and methods these are.
 
-    compile: always, by jax.jit. deterministic: holds on a CPU and a TPU; on a GPU XLA_FLAGS must ask for it. threads: XLA's own.
+    device: "cpu", "cuda" or "tpu". devices: how many of them (None: all that this process sees). fsdp: over how many of them each
+    parameter is split (a divisor of devices); more than 1 implies rematerialise. rematerialise: compute what is inside a block again in
+    the backward pass instead of keeping it. compile: always. threads: of a CPU; only the first Trainer or operation of a process sets them.
+    deterministic: a CPU and a TPU are anyway.
+    Raises ValueError for a model without a forward pass, an unknown precision, and devices that are not here.
     """
 
     def __init__(
-        self, model: Model, *, optimizer: Mapping[str, float], seed: int, device: str = "cpu", precision: str = "float32",
-        deterministic: bool = False, threads: int | None = None, compile: bool = True,
+        self, model: Model, *, optimizer: Mapping[str, float] | None, seed: int, device: str = "cpu", precision: str = "float32",
+        deterministic: bool = False, threads: int | None = None, compile: bool = True, devices: int | None = None, fsdp: int = 1,
+        rematerialise: bool = False,
     ) -> None:  # fmt: skip
         if model.trainable:
             raise ValueError(f"This model cannot be trained: {model.trainable}. Choose other layers, or only plan it.")
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; it is one of {', '.join(PRECISIONS)}.")
-        self.model, self.dtype, self.optimizer = model, PRECISIONS[precision], tuple(sorted(optimizer.items()))
-        self.device = jax.devices(device)[0]
-        self.params = jax.device_put(model.init(seed), self.device)
-        self.mean, self.square = (jax.tree.map(jnp.zeros_like, self.params) for _ in range(2))
-        self.count = jax.device_put(jnp.zeros((), jnp.float32), self.device)
+        if precision == "float64" and not jax.config.jax_enable_x64:
+            raise ValueError("precision is 'float64', which JAX makes float32 unless the environment has JAX_ENABLE_X64=1; set it.")
+        if threads:
+            os.environ.setdefault("NPROC", str(threads))  # what XLA's CPU client makes its threads by
+        here = jax.devices(device)
+        if (devices or 1) > len(here):
+            raise ValueError(f"{devices} devices were asked for and JAX finds {len(here)} here: ask for fewer, or run where they are.")
+        self.layout = Layout.of(here[:devices], fsdp=fsdp)
+        self.model, self.stack, self.dtype = model, Stack(model), PRECISIONS[precision]
+        self.deterministic, self.rematerialise = deterministic and device == "cuda", rematerialise or fsdp > 1
+        self._weight_dtype = np.float64 if precision == "float64" else np.float32
+        self.params = self._put(initialise(model.table, seed=seed, blocks=len(model.layers)))
+        if optimizer is not None:
+            self.optimizer = tuple(sorted(optimizer.items()))
+            transform = adamw(self.stack.table, optimizer)
+            _, of_state = shardings(transform, self.stack.table, self.layout, self.params)
+            self.moments = jax.jit(transform.init, out_shardings=of_state)(self.params)
+
+    @property
+    def devices(self) -> int:
+        """How many devices a batch is split over."""
+        return self.layout.size
+
+    @property
+    def lost(self) -> bool:
+        """Whether a step that ran out of memory took the parameters with it; load a state to go on."""
+        return any(value.is_deleted() for value in jax.tree.leaves((self.params, self.moments)))
+
+    def _put(self, values: Mapping[str, np.ndarray]) -> Params:
+        stacked = self.stack.stack({name: np.asarray(value, self._weight_dtype) for name, value in values.items()})
+        return self.layout.put(stacked, self.stack.table)
 
     def step(
         self, tokens_BT1: np.ndarray, *, learning_rate: float, segments: np.ndarray | None = None, targets_mask: np.ndarray | None = None,
         micro_batch: int | None = None, skip_nonfinite: bool = False,
     ) -> dict[str, float]:  # fmt: skip
-        """See the torch Trainer's. Raises ValueError where micro_batch does not divide the rows."""
+        """See the torch Trainer's. Raises ValueError where devices do not divide the rows, or micro_batch a device's share of them."""
         rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
-        micro_batch = micro_batch or rows
-        if rows % micro_batch:
-            raise ValueError(f"micro_batch {micro_batch} does not divide the batch of {rows} rows; give a divisor of it.")
-        mask = np.ones((rows, length), np.float32) if targets_mask is None else np.asarray(targets_mask, np.float32)
-        weight = mask / max(float(mask.sum()), 1.0)
-        segments = None if segments is None else np.asarray(segments, np.int32)
-        state = (self.params, self.mean, self.square, self.count)
-        (self.params, self.mean, self.square, self.count), facts = train_step(
-            state, np.asarray(tokens_BT1, np.int32), segments, weight, jnp.float32(learning_rate), model=self.model, optimizer=self.optimizer,
-            dtype=self.dtype, parts=rows // micro_batch, skip_nonfinite=skip_nonfinite,
-        )  # fmt: skip
-        return {name: float(value) for name, value in jax.device_get(facts).items()}
+        if rows % self.devices:
+            raise ValueError(f"{self.devices} devices do not divide a batch of {rows} rows; give a multiple of them, or use fewer devices.")
+        share = rows // self.devices
+        micro_batch = micro_batch or share
+        if share % micro_batch:
+            raise ValueError(f"micro_batch {micro_batch} does not divide the {share} rows of a device; give a divisor of them.")
+        mask = np.ones((rows, length), self._weight_dtype) if targets_mask is None else np.asarray(targets_mask, self._weight_dtype)
+        given = (np.asarray(tokens_BT1, np.int32), None if segments is None else np.asarray(segments, np.int32), mask / max(mask.sum(), 1))
+        step = compiled(train_step, TRAIN_STATIC, "state", self.deterministic)
+        try:
+            after, facts = step(
+                (self.params, self.moments), *given, self._weight_dtype(learning_rate), model=self.model, optimizer=self.optimizer,
+                layout=self.layout, dtype=self.dtype, parts=share // micro_batch, skip_nonfinite=skip_nonfinite, rematerialise=self.rematerialise,
+            )  # fmt: skip
+            facts = jax.device_get(facts)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from error
+        self.params, self.moments = after
+        return {name: float(value) for name, value in facts.items()}
 
     def nll(
         self, tokens_BT1: np.ndarray, *, segments: np.ndarray | None = None, setting: Mapping[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, float]]:
         """See the torch Trainer's."""
         segments = None if segments is None else np.asarray(segments, np.int32)
-        model = self.model.with_setting(setting)
-        nll_BT, record = scores(self.params, np.asarray(tokens_BT1, np.int32), segments, model=model, dtype=self.dtype)
-        return np.array(nll_BT), {name: float(value) for name, value in record.items()}
+        tokens, model = np.asarray(tokens_BT1, np.int32), self.model.with_setting(setting)
+        score = compiled(scores, SCORE_STATIC, None, self.deterministic)
+        nll_BT, record = score(self.params, tokens, segments, model=model, layout=self.layout, dtype=self.dtype)
+        return np.array(nll_BT, np.float32), {name: float(value) for name, value in jax.device_get(record).items()}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The parameters, float32, by the names of the model's table."""
-        return {name: to_numpy(self.params[name]) for name in self.model.table}
+        return {name: np.asarray(value, np.float32) for name, value in self._host(self.params).items()}
+
+    def _host(self, stacked: Params) -> dict[str, np.ndarray]:
+        return self.stack.unstack({name: to_numpy(value) for name, value in stacked.items()})
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Take over what `weights` gave. Raises ValueError naming the first array that is missing, unknown or of another shape."""
-        self._check({name: value.shape for name, value in self.params.items()}, weights)
-        self.params = jax.device_put(to_arrays(weights), self.device)
+        _check({name: parameter.shape for name, parameter in self.model.table.items()}, weights, what="these weights")
+        self.params = self._put(weights)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that an exact resume needs, under the names that the torch Trainer uses."""
-        groups = {"parameters": self.params, "mean": self.mean, "square": self.square}
-        state = {f"{group}/{name}": to_numpy(values[name]) for group, values in groups.items() for name in self.model.table}
-        return {**state, "step": to_numpy(self.count)}
+        groups = {"parameters": self.params, "mean": optax.tree.get(self.moments, "mu"), "square": optax.tree.get(self.moments, "nu")}
+        state = {f"{group}/{name}": value for group, values in groups.items() for name, value in self._host(values).items()}
+        return {**state, "step": np.array(optax.tree.get(self.moments, "count"), np.float32)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on from `state_dict`. Raises ValueError naming the first array that is missing, unknown or of another shape."""
-        self._check({name: value.shape for name, value in self.state_dict().items()}, state)
-        self.params, self.mean, self.square = (
-            jax.device_put({name: jnp.array(state[f"{group}/{name}"]) for name in self.model.table}, self.device)
-            for group in ("parameters", "mean", "square")
+        table = self.model.table
+        shapes = {f"{group}/{name}": table[name].shape for group in ("parameters", "mean", "square") for name in table}
+        _check({**shapes, "step": ()}, state, what="this checkpoint")
+        self.params, mean, square = (
+            self._put({name: state[f"{group}/{name}"] for name in table}) for group in ("parameters", "mean", "square")
         )
-        self.count = jax.device_put(jnp.array(state["step"], jnp.float32), self.device)
+        count = jax.device_put(np.array(state["step"], np.int32), self.layout.sharding())
+        self.moments = optax.tree.set(self.moments, mu=mean, nu=square, count=count)
 
-    @staticmethod
-    def _check(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, np.ndarray]) -> None:
-        for name in sorted(shapes.keys() ^ given.keys()):
-            side = "lacks" if name in shapes else "has an unknown"
-            raise ValueError(f"This checkpoint {side} {name!r}: it belongs to another model. Remove it, or resume the model that made it.")
-        for name, shape in shapes.items():
-            if shape != given[name].shape:
-                raise ValueError(f"{name!r} has shape {given[name].shape} in this checkpoint, {shape} in the model; they differ.")
+
+def _check(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, np.ndarray], *, what: str) -> None:
+    """ValueError naming the first array that is missing, unknown or of another shape."""
+    for name in sorted(shapes.keys() ^ given.keys()):
+        side = f"is not in {what}" if name in shapes else f"in {what} is unknown to the model"
+        raise ValueError(f"{name!r} {side}: it belongs to another model. Give what this model was trained to, or remove it.")
+    for name, shape in shapes.items():
+        if tuple(shape) != given[name].shape:
+            raise ValueError(f"{name!r} has shape {given[name].shape} in {what}, {tuple(shape)} in the model; they differ.")
+
+
+class Decoder:
+    """Sequences that go on a token at a time; see models.backends.torch.Decoder. Memory is constant, but for full attention's cache,
+    which is doubled when it is full (and the step compiled again)."""
+
+    def __init__(self, model: Model, params: Params) -> None:
+        self.model, self.stack = model, Stack(model)
+        self.params = self.stack.stack(params, join=jnp.stack)
+
+    def prefill(self, tokens_BP: np.ndarray, segments_BP: np.ndarray | None = None) -> np.ndarray:
+        """The prompts at once: logits [B, V], float32, of the token after each."""
+        segments_BP = None if segments_BP is None else np.asarray(segments_BP, np.int32)
+        logits_BV, self.states = prefill(self.params, np.asarray(tokens_BP, np.int32), segments_BP, model=self.model)
+        self.tokens = self.room = tokens_BP.shape[1]
+        return to_numpy(logits_BV)
+
+    def step(self, token_B: np.ndarray) -> np.ndarray:
+        """One more token of each sequence: logits [B, V] of the next."""
+        self.tokens += 1
+        if self.tokens > self.room:
+            self.room = 2 * self.tokens
+            self.states = self.stack.reserve(self.states, self.room)
+        logits_BV, self.states = decode(self.params, np.asarray(token_B, np.int32), self.states, model=self.model)
+        return to_numpy(logits_BV)

@@ -40,9 +40,20 @@ def to_numpy(value: torch.Tensor) -> np.ndarray:
     return value.detach().to("cpu", copy=True).numpy()
 
 
-def frozen(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same parameters, of which no gradient is asked."""
-    return {name: value.detach() for name, value in params.items()}
+def find_device(asked: str, precision: str) -> str:
+    """ "cpu" or "cuda"; `asked` may be "auto", which takes the GPU where there is one. ValueError where it is not here, or lacks the precision."""
+    found = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+    if found.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise ValueError("Device cuda was asked for and torch finds no GPU here: use --device cpu, or run where one is.")
+        if precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: set training.precision to float32, or run on another GPU.")
+    return found
+
+
+def device_name(device: str) -> str:
+    """What provenance calls a device: a GPU by its model."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -99,6 +110,10 @@ class Trainer:
     precision: of activations, "float32" or "bfloat16". deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
     Raises ValueError for a model without a forward pass and for an unknown precision.
     """
+
+    devices = 1
+    lost = False
+    """A step that runs out of memory leaves the parameters as they were."""
 
     def __init__(
         self, model: Model, *, optimizer: Mapping[str, float] | None, seed: int, device: str = "cpu", precision: str = "float32",
@@ -160,9 +175,21 @@ class Trainer:
         """One AdamW step on the mean loss over the unmasked targets, the gradient's global norm clipped.
 
         tokens_BT1: integers [B, T + 1]. segments: int32 [B, T] of the inputs. targets_mask: bool [B, T], false where a target carries no loss.
-        micro_batch: rows at a time; the loss is the same. skip_nonfinite: leave everything as it was where loss or gradient is not finite.
-        Returns loss, grad_norm (before clipping), finite (1 or 0) and the layers' scalars. The device is read once, at the end.
+        micro_batch: rows at a time on each device; the loss is the same. skip_nonfinite: leave everything as it was where loss or
+        gradient is not finite. Returns loss, grad_norm (before clipping), finite (1 or 0) and the layers' scalars.
+        Raises MemoryError where the rows at a time do not fit in the device's memory. The device is read once, at the end.
         """
+        try:
+            return self._step(tokens_BT1, learning_rate, segments, targets_mask, micro_batch, skip_nonfinite)
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+        torch.cuda.empty_cache()
+        raise MemoryError(message)
+
+    def _step(
+        self, tokens_BT1: np.ndarray, learning_rate: float, segments: np.ndarray | None, targets_mask: np.ndarray | None, micro_batch: int | None,
+        skip_nonfinite: bool,
+    ) -> dict[str, float]:  # fmt: skip
         rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
         tokens = self._tensor(tokens_BT1, torch.int32)
         segments_BT = None if segments is None else self._tensor(segments, torch.int32)
@@ -251,3 +278,20 @@ class Trainer:
             target.copy_(torch.from_numpy(np.array(state[name])))
         for value in self.params.values():
             self.optimizer.state[value]["step"].fill_(float(state["step"]))
+
+
+class Decoder:
+    """Sequences that go on a token at a time, by each layer's step. params: by the names of the model's table; no gradient is asked of them."""
+
+    def __init__(self, model: Model, params: Mapping[str, torch.Tensor]) -> None:
+        self.model, self.params = model, {name: value.detach() for name, value in params.items()}
+
+    def prefill(self, tokens_BP: np.ndarray, segments_BP: np.ndarray | None = None) -> np.ndarray:
+        """The prompts at once: logits [B, V], float32, of the token after each."""
+        x_BPD, self.states, _ = self.model.stream(self.params, tokens_BP, segments=segments_BP)
+        return to_numpy(self.model.logits(self.params, x_BPD[:, -1]))
+
+    def step(self, token_B: np.ndarray) -> np.ndarray:
+        """One more token of each sequence: logits [B, V] of the next."""
+        logits_BV, self.states = self.model.step(self.params, token_B, self.states)
+        return to_numpy(logits_BV)

@@ -56,6 +56,10 @@ class Attention(Layer):
         o_BHK, state = kernel.step(q[:, 0], k[:, 0], v[:, 0], window=self.window, state=state)
         return linear(o_BHK.reshape(-1, self.inner), p["out"], ops=ops), state
 
+    def reserve(self, state: State, tokens: int) -> State:
+        """See Layer.reserve."""
+        return state if self.window else kernel.reserve(state, tokens)
+
     def _heads(self, x_BTC: Array) -> Array:
         return x_BTC.reshape(*x_BTC.shape[:2], self.heads, self.key_size)
 

@@ -74,6 +74,10 @@ class Layer:
         )
         return state
 
+    def reserve(self, state: State, tokens: int) -> State:
+        """The state with room for `tokens` tokens in all. One of constant size has it; full attention's cache is made larger."""
+        return state
+
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """Floating-point operations a token, averaged over a sequence of `length`; a multiply-add is two, element-wise work is not counted.
 
