@@ -30,7 +30,9 @@ TIKTOKEN_BYTES = 4 << 20
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks data", description="Rates of tokenize, pack and reading.")
-    parser.add_argument("files", nargs="*", default=[str(SHIPPED / "training.parquet")], help="Parquet of a column `text`; the nano study's by default")
+    parser.add_argument(
+        "files", nargs="*", default=[str(SHIPPED / "training.parquet")], help="Parquet of a column `text`; the nano study's by default"
+    )
     parser.add_argument("--held-out", default=str(SHIPPED / "validation.parquet"), help="Parquet that validation rows are packed from")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
@@ -75,7 +77,11 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     def add(what: str, tokens: int, size: int | None, seconds: tuple[float, float]) -> None:
         wall, used = seconds
         rates = {"MB/s": size / wall / 1e6 if size else None, "Mtokens/s": tokens / wall / 1e6, "Mtokens/s a core": tokens / used / 1e6}
-        rows.append({"what": what, "tokens": tokens, "wall s": wall, "cpu s": used} | rates | {"peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000})
+        rows.append(
+            {"what": what, "tokens": tokens, "wall s": wall, "cpu s": used}
+            | rates
+            | {"peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000}
+        )
 
     stage = _fastest(options.repeats, lambda: counts.update(json.loads((tokenized("training", files) / tokenize.COUNTS).read_text())))
     tokens, size = counts["tokens"], counts["bytes"]
@@ -83,7 +89,9 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     def library() -> None:
         import gigatoken
 
-        gigatoken.Tokenizer.from_tiktoken(tokenizer.gpt2_file(), pretokenizer="gpt2").encode_files(gigatoken.ParquetFileSource(files, column="text"))
+        gigatoken.Tokenizer.from_tiktoken(tokenizer.gpt2_file(), pretokenizer="gpt2").encode_files(
+            gigatoken.ParquetFileSource(files, column="text")
+        )
 
     plain = tokenizer.load(folder / "vocabulary")._plain
     sample = pq.read_table(files[0], columns=["text"])["text"].to_pylist()
@@ -101,9 +109,21 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
     length = options.sequence_length
     budget = max(1, int(0.95 * tokens) // length)
-    parameters = {"sequence_length": length, "window": 8192, "shard_rows": 2048, "validation_rows": 16, "vocab_size": plain.n_vocab, "bos": plain.eot_token}
+    parameters = {
+        "sequence_length": length,
+        "window": 8192,
+        "shard_rows": 2048,
+        "validation_rows": 16,
+        "vocab_size": plain.n_vocab,
+        "bos": plain.eot_token,
+    }
     inputs = {"training/training": folder / "training", "validation/held": held}
-    how = Spec(stage="pack", versions={}, inputs={name: spec(path.name).key for name, path in inputs.items()}, parameters=parameters | {"budgets": {"all": budget}})
+    how = Spec(
+        stage="pack",
+        versions={},
+        inputs={name: spec(path.name).key for name, path in inputs.items()},
+        parameters=parameters | {"budgets": {"all": budget}},
+    )
     made = -(-budget // 2048) * 2048 * length
 
     def packed() -> None:
@@ -125,5 +145,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         print(f"The stage fell back: {counts['fallback']}. Its rate is not gigatoken's.")
     else:
         by = {row["what"].split(",")[0]: row for row in rows}
-        print(f"tokenize reaches {by['tokenize']['MB/s'] / by['gigatoken']['MB/s']:.0%} of the library's own rate; every batch's sample was the reference's.\n")
+        print(
+            f"tokenize reaches {by['tokenize']['MB/s'] / by['gigatoken']['MB/s']:.0%} of the library's own rate; every batch's sample was the reference's.\n"
+        )
     return rows

@@ -31,7 +31,13 @@ from pipelines.work import Outcome, Request
 POLL_SECONDS = 0.1
 BEAT_SECONDS = 2.0
 BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
-LOST = (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.LocalRayletDiedError, exceptions.OutOfMemoryError, exceptions.ObjectLostError)
+LOST = (
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.LocalRayletDiedError,
+    exceptions.OutOfMemoryError,
+    exceptions.ObjectLostError,
+)
 QUEUED_AHEAD = 2  # tasks nobody waits for that may stand in Ray's queue: enough to make a cluster grow, too few to block it
 
 

@@ -69,7 +69,9 @@ class Address:
                 return json.loads(answer.read())["session_name"]
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
-                raise ValueError(f"The Ray cluster at {self.url} wants a token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file that holds it.") from error
+                raise ValueError(
+                    f"The Ray cluster at {self.url} wants a token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file that holds it."
+                ) from error
             return None
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -90,14 +92,18 @@ def address_from_environment() -> Address | None:
     scheme, _, rest = given.rpartition("://")
     host, _, port = rest.partition(":")
     if scheme == "ray":
-        raise ValueError(f"RAY_ADDRESS={given} is the Ray Client's form, found where the Jobs API is wanted; set RAY_ADDRESS=http://{host}:8265.")
+        raise ValueError(
+            f"RAY_ADDRESS={given} is the Ray Client's form, found where the Jobs API is wanted; set RAY_ADDRESS=http://{host}:8265."
+        )
     if given != "auto" and (scheme not in ("", "http", "https") or not host or "/" in rest or (not scheme and not port.isdigit())):
         raise ValueError(f"RAY_ADDRESS={given} is no Ray address; set http://host:8265, host:port, or auto on a node of the cluster.")
     if given == "auto" or not scheme and Address(f"http://{given}").session() is None:
         return Address(_dashboard(given))
     address = Address(given if scheme else f"http://{given}")
     if address.session(timeout=10) is None:
-        raise ValueError(f"No Ray cluster answers at RAY_ADDRESS={given}; start it, correct the address, or unset RAY_ADDRESS to work on this machine.")
+        raise ValueError(
+            f"No Ray cluster answers at RAY_ADDRESS={given}; start it, correct the address, or unset RAY_ADDRESS to work on this machine."
+        )
     return address
 
 
@@ -249,7 +255,9 @@ def _start(root: Path, record: dict[str, Any]) -> Address:
     address = Address(record["url"], True, folder / "token")
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "pipelines.head", str(root.absolute())]
-        guardian = subprocess.Popen(command, cwd=CODE, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        guardian = subprocess.Popen(
+            command, cwd=CODE, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     deadline = time.monotonic() + START_SECONDS
     while address.session() is None:
         if guardian.poll() is not None or time.monotonic() > deadline:

@@ -68,7 +68,9 @@ def release(requests: Iterable[Request], address: Address) -> None:
 def _session(address: Address) -> str:
     session = address.session(timeout=10)
     if session is None:
-        raise ValueError(f"No Ray cluster answers at {address.url}; see that it runs and that this machine reaches it, or work with --no-ray.")
+        raise ValueError(
+            f"No Ray cluster answers at {address.url}; see that it runs and that this machine reaches it, or work with --no-ray."
+        )
     return session
 
 
@@ -125,7 +127,9 @@ class _Asking:
         return Outcome("present", folder=str(found)) if found else None
 
     def _detach(self) -> Outcome:
-        return Outcome("detached", f"{self.name} goes on at {self.address.url}; ask again to follow it, `strata stop {self.request.cell}` ends it.")
+        return Outcome(
+            "detached", f"{self.name} goes on at {self.address.url}; ask again to follow it, `strata stop {self.request.cell}` ends it."
+        )
 
     def _stop(self, caught: list[int]) -> Outcome:
         self.shown.say(f"Stopping {self.name}: it saves its work first. Once more to leave at once.")
@@ -188,7 +192,16 @@ class _Post:
             self._submitted = (client, f"{self.name}.{last}", now)
             return
         job = f"{self.name}.{last + 1}"
-        words = [self.code.python, "-m", "pipelines.driver", str(Path(self.request.store).absolute()), self.request.study, self.session, "--job", job]
+        words = [
+            self.code.python,
+            "-m",
+            "pipelines.driver",
+            str(Path(self.request.store).absolute()),
+            self.request.study,
+            self.session,
+            "--job",
+            job,
+        ]
         entrypoint = "exec " + shlex.join(words)
         if self.code.folder is not None:
             entrypoint = f"cd {shlex.quote(str(self.code.folder))} && {entrypoint}"
@@ -211,4 +224,6 @@ class _Post:
         if status in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.SUCCEEDED):
             self._submitted = None
         elif now - since > SUBMIT_SECONDS and status == JobStatus.PENDING:
-            raise RuntimeError(f"The study's driver (Ray job {job}) has waited for {SUBMIT_SECONDS:.0f} s at {self.address.url}: {client.get_job_info(job).message}")
+            raise RuntimeError(
+                f"The study's driver (Ray job {job}) has waited for {SUBMIT_SECONDS:.0f} s at {self.address.url}: {client.get_job_info(job).message}"
+            )

@@ -143,7 +143,10 @@ def _from_nvidia_smi() -> list[tuple[str, Chip]] | None:
     if done.returncode != 0:
         return None
     rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
-    return [(uuid, Chip("gpu", name, float(size) * (1 << 20) if size.isdigit() else None, capability, driver)) for uuid, name, size, capability, driver in rows]
+    return [
+        (uuid, Chip("gpu", name, float(size) * (1 << 20) if size.isdigit() else None, capability, driver))
+        for uuid, name, size, capability, driver in rows
+    ]
 
 
 def tpus() -> list[Chip]:

@@ -117,7 +117,13 @@ class Follower:
     attempts: gives the attempts' folders, newest first. Those there already are history, but for `alive`, which somebody is making.
     """
 
-    def __init__(self, attempts: Callable[[], list[Path]], show: Callable[[dict[str, Any]], None], say: Callable[[str], None], alive: Path | None = None) -> None:
+    def __init__(
+        self,
+        attempts: Callable[[], list[Path]],
+        show: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+        alive: Path | None = None,
+    ) -> None:
         self.attempts, self.show, self.say = attempts, show, say
         self._number = max((int(path.name) for path in attempts() if path != alive), default=0)  # of the last one that is history
         self._folder: Path | None = None

@@ -57,12 +57,20 @@ def remember(stage: str, cell: str, spec: Any, context: dict[str, Any], made: Pa
     provenance = _json(made / "provenance.json")
     match stage:
         case "train":
-            parameters = spec.parameters | {"cell": {name: value for name, value in context["cells"].get(cell, {}).items() if name != "name"}}
+            parameters = spec.parameters | {
+                "cell": {name: value for name, value in context["cells"].get(cell, {}).items() if name != "name"}
+            }
             names = [name for name, role in sorted(context["roles"].items()) if role == "training"]
             digest = _json(made / "artifact.json").get("inputs", {}).get("budget") or spec.inputs["budget"]
             history = made / "history.parquet"
             return tracker.log_training(
-                cell, spec.key, parameters, history if history.is_file() else None, provenance, dataset=("+".join(names), digest), status=status
+                cell,
+                spec.key,
+                parameters,
+                history if history.is_file() else None,
+                provenance,
+                dataset=("+".join(names), digest),
+                status=status,
             )
         case "evaluate":
             return tracker.log_evaluation(cell, spec.key, spec.inputs["weights"], made / "perplexity.parquet", provenance)
@@ -82,7 +90,15 @@ class Tracker:
         self.uri = os.environ.get("MLFLOW_TRACKING_URI") or uri or f"sqlite:///{self.root / 'mlflow.db'}"
 
     def log_training(
-        self, cell: str, key: str, parameters: dict[str, Any], history: Path | None, provenance: dict[str, Any], *, dataset: tuple[str, str], status: str = "FINISHED"
+        self,
+        cell: str,
+        key: str,
+        parameters: dict[str, Any],
+        history: Path | None,
+        provenance: dict[str, Any],
+        *,
+        dataset: tuple[str, str],
+        status: str = "FINISHED",
     ) -> bool:
         """The run of a cell. history: its Parquet file. dataset: (name, digest) of the rows it was trained on."""
         with self._run(f"train {cell}", key, cell) as run:
@@ -104,7 +120,9 @@ class Tracker:
             if run is None or run.tags.get("strata.evaluation") == key:
                 return run is not None
             run.metrics(_perplexities(perplexity))
-            run.tags_of({f"evaluation.{name}": value for name, value in _tags(provenance).items() if name.startswith(("kernels", "device"))})
+            run.tags_of(
+                {f"evaluation.{name}": value for name, value in _tags(provenance).items() if name.startswith(("kernels", "device"))}
+            )
             run.folder_or_file(perplexity, "evaluation")
             run.end("FINISHED", "strata.evaluation", key)
         return not run.failed
@@ -114,7 +132,11 @@ class Tracker:
         with self._run("report", key, "report") as run:
             if run is None or run.tags.get("strata.report") == key:
                 return run is not None
-            numbers = {name: value for name, value in flat(_json(folder / "metrics.json"), separator="/", plain=True).items() if isinstance(value, int | float)}
+            numbers = {
+                name: value
+                for name, value in flat(_json(folder / "metrics.json"), separator="/", plain=True).items()
+                if isinstance(value, int | float)
+            }
             run.metrics({_name(name): float(value) for name, value in numbers.items()})
             run.tags_of({**_tags(provenance or {}), "strata.stage": "analyze"})
             for name in ("report.html", "metrics.json", "tables", "figures"):
@@ -231,7 +253,11 @@ class _Run:
         from mlflow.entities import Metric
 
         points = list(points)
-        there = {(name, point.step) for name in {point[0] for point in points} & self.measured for point in self.client.get_metric_history(self.id, name)}
+        there = {
+            (name, point.step)
+            for name in {point[0] for point in points} & self.measured
+            for point in self.client.get_metric_history(self.id, name)
+        }
         self._log("metrics", [Metric(*point) for point in points if (point[0], point[3]) not in there])
 
     def _log(self, kind: str, values: list[Any]) -> None:
@@ -243,7 +269,9 @@ class _Run:
 
         source = json.dumps({"digest": digest})
         short = digest.rpartition(":")[2][:DIGEST_LENGTH]
-        self.client.log_inputs(self.id, datasets=[DatasetInput(Dataset(name, short, "strata", source), [InputTag("mlflow.data.context", "training")])])
+        self.client.log_inputs(
+            self.id, datasets=[DatasetInput(Dataset(name, short, "strata", source), [InputTag("mlflow.data.context", "training")])]
+        )
 
     def folder_or_file(self, path: Path | None, inside: str | None) -> None:
         if path is not None and path.is_dir():
@@ -291,7 +319,11 @@ def _perplexities(path: Path) -> dict[str, float]:
     import pyarrow.parquet as pq
 
     rows = pq.read_table(path, columns=["set", "length", "setting", "perplexity"]).to_pylist()
-    return {_name(f"perplexity/{row['set']}/{row['length']}/{row['setting']}".rstrip("/")): row["perplexity"] for row in rows if row["perplexity"] is not None}
+    return {
+        _name(f"perplexity/{row['set']}/{row['length']}/{row['setting']}".rstrip("/")): row["perplexity"]
+        for row in rows
+        if row["perplexity"] is not None
+    }
 
 
 def _name(text: str) -> str:
@@ -299,7 +331,9 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", text)
 
 
-SECRET = re.compile(r"(^|[._-])(password|passwd|secret|credentials?|api_?key|access_?key|(access|auth|bearer|session)_?token|authorization)([._-]|$)", re.I)
+SECRET = re.compile(
+    r"(^|[._-])(password|passwd|secret|credentials?|api_?key|access_?key|(access|auth|bearer|session)_?token|authorization)([._-]|$)", re.I
+)
 
 
 def clean(text: str) -> str:

@@ -135,7 +135,9 @@ def metrics(study: Any, made: dict[str, Any]) -> dict[str, Any]:
     from stages.evaluate import TRAINED
     from stages.report.tables import rounded
 
-    found: dict[str, Any] = {row["cell"]: {"loss": rounded(row["final_loss"], DIGITS), "perplexity": {}} for row in made["models"].to_pylist()}
+    found: dict[str, Any] = {
+        row["cell"]: {"loss": rounded(row["final_loss"], DIGITS), "perplexity": {}} for row in made["models"].to_pylist()
+    }
     for row in made["perplexity"].to_pylist():
         if row["length"] == study.length and row["setting"] == TRAINED:
             found[row["cell"]]["perplexity"][row["set"]] = rounded(row["perplexity"], DIGITS)

@@ -104,7 +104,9 @@ def _parquet(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterato
             size = max(1, min(ROWS, BATCH // max(1, average)))
             for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
                 text = _column(batch, reading.column)
-                if not (pa.types.is_null(text.type) or pa.types.is_binary(_plain(text.type)) or pa.types.is_large_binary(_plain(text.type))):
+                if not (
+                    pa.types.is_null(text.type) or pa.types.is_binary(_plain(text.type)) or pa.types.is_large_binary(_plain(text.type))
+                ):
                     raise ValueError(f"{path}: column {reading.column!r} holds {text.type}, not text.")
                 names = [f"{prefix}:{row + i}" for i in range(len(batch))]
                 row += len(batch)
@@ -117,7 +119,9 @@ def _parquet(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterato
                     try:
                         chosen = pc.is_null(column) if value is None else pc.fill_null(pc.equal(column, pa.scalar(value)), False)
                     except pa.ArrowException as error:
-                        raise ValueError(f"{path}: column {name!r} holds {column.type}, which {value!r} (where) cannot be compared with.") from error
+                        raise ValueError(
+                            f"{path}: column {name!r} holds {column.type}, which {value!r} (where) cannot be compared with."
+                        ) from error
                     batch, whole = batch.filter(chosen), whole.filter(chosen)
                 tally.filtered += len(names) - len(whole)
                 yield whole
@@ -166,7 +170,13 @@ def _may_hold(group: pq.RowGroupMetaData, where: dict[str, Any]) -> bool:
         column = group.column(i)
         value = where.get(column.path_in_schema)
         facts = column.statistics
-        if value is not None and facts is not None and facts.has_min_max and type(facts.min) is type(value) and not facts.min <= value <= facts.max:
+        if (
+            value is not None
+            and facts is not None
+            and facts.has_min_max
+            and type(facts.min) is type(value)
+            and not facts.min <= value <= facts.max
+        ):
             return False
     return True
 

@@ -60,7 +60,9 @@ def position_difference(
     """
     lengths = np.array([len(nll) for nll in nlls], np.int64)
     if lengths.tolist() != [len(nll) for nll in baseline_nlls]:
-        raise ValueError("A difference needs the losses of two models over the same sequences; these have other numbers or lengths of sequences.")
+        raise ValueError(
+            "A difference needs the losses of two models over the same sequences; these have other numbers or lengths of sequences."
+        )
     if not lengths.any():
         return {name: np.zeros(0) for name in COLUMNS}
     edges = np.arange(1, lengths.max() + 2) if bins is None else np.asarray(bins, np.int64)

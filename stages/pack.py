@@ -160,7 +160,9 @@ def _batches(filled: Filled, schema: pa.Schema, size: int) -> Iterator[pa.Record
     ends = np.cumsum(filled.segments, dtype=np.int64)
     per_row = np.concatenate([[0], np.searchsorted(ends, np.arange(1, rows + 1) * width) + 1]).astype(np.int32)
     kind = schema.field("tokens").type
-    tokens = pa.FixedSizeListArray.from_arrays(pa.array(filled.tokens.reshape(-1).astype(kind.value_type.to_pandas_dtype(), copy=False)), type=kind)
+    tokens = pa.FixedSizeListArray.from_arrays(
+        pa.array(filled.tokens.reshape(-1).astype(kind.value_type.to_pandas_dtype(), copy=False)), type=kind
+    )
     segments = pa.ListArray.from_arrays(pa.array(per_row), pa.array(filled.segments))
     for start in range(0, rows, size):
         yield pa.record_batch([tokens.slice(start, size), segments.slice(start, size)], schema=schema)
@@ -198,13 +200,22 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         for name, rows in parameters.budgets.items():
             artifact.write_atomically(out / BUDGETS / f"{name}.json", json.dumps(work.budget(rows, shards), indent=1) + "\n")
         provenance.write(out, spec, context, started=started)
-        artifact.write(out, key=spec.key, stage=spec.stage, files=[*files, *(f"{BUDGETS}/{name}.json" for name in parameters.budgets)], inputs=digests, known=files)
+        artifact.write(
+            out,
+            key=spec.key,
+            stage=spec.stage,
+            files=[*files, *(f"{BUDGETS}/{name}.json" for name in parameters.budgets)],
+            inputs=digests,
+            known=files,
+        )
 
 
 class _Work:
     """What the parts of a run share."""
 
-    def __init__(self, spec: Spec, parameters: Parameters, out: Path, inputs: dict[str, Path], context: Context, digests: dict[str, str]) -> None:
+    def __init__(
+        self, spec: Spec, parameters: Parameters, out: Path, inputs: dict[str, Path], context: Context, digests: dict[str, str]
+    ) -> None:
         self.spec, self.parameters, self.out, self.context = spec, parameters, out, context
         self.folders = {role: [inputs[name] for name in sorted(inputs) if name.startswith(f"{role}/")] for role in ("training", VALIDATION)}
         self.digests = {role: {name: value for name, value in digests.items() if name.startswith(f"{role}/")} for role in self.folders}
@@ -254,7 +265,9 @@ class _Work:
             state = json.loads((folder / CURSOR).read_text())
             cursor = Cursor(**state["cursor"])
             rate = made / max(time.monotonic() - began, 1e-9)
-            self.context.progress(stage="pack", done=shard + 1, of=count, tokens=(shard + 1) * size * self.parameters.sequence_length, tokens_per_second=rate)
+            self.context.progress(
+                stage="pack", done=shard + 1, of=count, tokens=(shard + 1) * size * self.parameters.sequence_length, tokens_per_second=rate
+            )
             for epoch, rows in state["ends"]:
                 if epoch == self.parameters.epochs and shard * size + rows < self.rows:
                     self._too_few(shard * size + rows)
@@ -269,7 +282,9 @@ class _Work:
                 raise Stopped("nothing is packed yet")
             shared, own = self._shared()
             if not own:
-                raise ValueError(f"The validation sources hold no document of their own ({len(shared):,} also occur in training). Check data.sources.")
+                raise ValueError(
+                    f"The validation sources hold no document of their own ({len(shared):,} also occur in training). Check data.sources."
+                )
             pieces = Pieces(self.folders[VALIDATION], without=frozenset(shared), **self.how)
             filled = fill(pieces, Cursor(), rows=self.parameters.validation_rows, bos=self.parameters.bos)
             rows = filled.ends[0][1] if filled.ends else self.parameters.validation_rows

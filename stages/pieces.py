@@ -80,7 +80,9 @@ def blocks(folders: list[Path]) -> list[Block]:
                 raise ValueError(f"{path} does not hold the data that was recorded. Delete it and tokenize again.")
             facts = pq.read_metadata(path)
             for group in range(facts.num_row_groups):
-                columns = {facts.row_group(group).column(i).path_in_schema: facts.row_group(group).column(i) for i in range(facts.num_columns)}
+                columns = {
+                    facts.row_group(group).column(i).path_in_schema: facts.row_group(group).column(i) for i in range(facts.num_columns)
+                }
                 found.append(Block(path, group, facts.row_group(group).num_rows, columns["tokens.list.element"].num_values))
     return found
 
@@ -105,7 +107,9 @@ def digest(tokens: np.ndarray) -> bytes:
 class Pieces:
     """The stream over tokens folders. without: digests of documents that are left out."""
 
-    def __init__(self, folders: list[Path], *, sequence_length: int, seed: int, window: int, without: frozenset[bytes] = frozenset()) -> None:
+    def __init__(
+        self, folders: list[Path], *, sequence_length: int, seed: int, window: int, without: frozenset[bytes] = frozenset()
+    ) -> None:
         self.blocks = blocks(folders)
         self.sequence_length, self.seed, self.size, self.without = sequence_length, seed, window, without
         self._last: Window | None = None

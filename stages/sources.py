@@ -63,7 +63,9 @@ class Reading(Strict):
     @classmethod
     def _pin(cls, value: str | None) -> str | None:
         if value is not None and not PIN.fullmatch(value):
-            raise ValueError(f"a pin is 'sha256:<64 hex digits>' or 'revision:<40 hex digits>', found {value!r}; `strata lock-data` writes it")
+            raise ValueError(
+                f"a pin is 'sha256:<64 hex digits>' or 'revision:<40 hex digits>', found {value!r}; `strata lock-data` writes it"
+            )
         return value
 
 
@@ -161,7 +163,9 @@ def listed(context: Context, names: Iterable[str]) -> dict[str, list[str]]:
     given, names = context.settings.get("sources") or {}, list(names)
     table = given if isinstance(given, dict) else {names[0]: list(given)} if len(names) == 1 and given else {}
     if missing := [name for name in names if not table.get(name)]:
-        raise ValueError(f"No files were given for the source {missing[0]!r}; give them by --source FILE (one source), or run `strata run`.")
+        raise ValueError(
+            f"No files were given for the source {missing[0]!r}; give them by --source FILE (one source), or run `strata run`."
+        )
     return {name: table[name] for name in names}
 
 
@@ -193,7 +197,9 @@ def fetched(file: File, folder: Path) -> Iterator[Path]:
                 break
             except Exception as error:  # each protocol's package has errors of its own
                 if left == 0 or isinstance(error, FileNotFoundError):
-                    raise ValueError(f"{file} cannot be fetched ({type(error).__name__}: {error}). What is made is kept: run again.") from error
+                    raise ValueError(
+                        f"{file} cannot be fetched ({type(error).__name__}: {error}). What is made is kept: run again."
+                    ) from error
                 time.sleep(TRIES - left)
         yield copy
     finally:

@@ -72,7 +72,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     names = [f"{number:05}" for number in range(len(files))]
     with told_of_full_disk(out):
         with sources.scratch(out) as scratch:
-            work = _Work(spec, parameters, scratch, context, tokenizer.load(inputs["vocabulary"], context.threads), vocabulary, of=len(files))
+            work = _Work(
+                spec, parameters, scratch, context, tokenizer.load(inputs["vocabulary"], context.threads), vocabulary, of=len(files)
+            )
             contents = work.units(out, names, files, known)
         context.fence()
         units.keep_only(out, set(names))
@@ -95,7 +97,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
 
 
 def _reasons(total: Tally, parameters: Parameters) -> str:
-    found = [f"{count} {kind}" for kind, count in sorted(total.bad.items())] + [f"{total.filtered} not selected by where"] * bool(total.filtered)
+    found = [f"{count} {kind}" for kind, count in sorted(total.bad.items())] + [f"{total.filtered} not selected by where"] * bool(
+        total.filtered
+    )
     return (", ".join(found) or "its files are empty") + (f"; is {parameters.column!r} the column of the text" if total.bad["null"] else "")
 
 
@@ -123,7 +127,10 @@ class _Work:
         threads = self.context.threads or os.cpu_count() or 1
         with ThreadPoolExecutor(max(1, min(len(files), threads // 4))) as pool:
             # A unit's shelf (stages/units.py) is in the context of the thread that called.
-            tasks = [pool.submit(contextvars.copy_context().run, self.unit, out / name, *what) for name, *what in zip(names, files, known, strict=True)]
+            tasks = [
+                pool.submit(contextvars.copy_context().run, self.unit, out / name, *what)
+                for name, *what in zip(names, files, known, strict=True)
+            ]
             try:
                 return [task.result() for task in tasks]
             finally:
@@ -193,7 +200,9 @@ class _Work:
                 return
             self.told = now
             rate = self.tokens / max(now - self.started, 1e-9)
-            self.context.progress(stage="tokenize", done=self.done, of=self.of, documents=self.documents, tokens=self.tokens, tokens_per_second=rate)
+            self.context.progress(
+                stage="tokenize", done=self.done, of=self.of, documents=self.documents, tokens=self.tokens, tokens_per_second=rate
+            )
 
 
 def _recorded(folder: Path) -> str | None:

@@ -72,7 +72,9 @@ class Tokenizer:
             record = json.loads((folder / RECORD).read_text())
             self.kind, self.size, self.bos, digest = (record[name] for name in ("kind", "size", "bos", "digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / RECORD} is not a readable vocabulary ({error}). Delete the folder and make the vocabulary again.") from error
+            raise ValueError(
+                f"{folder / RECORD} is not a readable vocabulary ({error}). Delete the folder and make the vocabulary again."
+            ) from error
         if self.kind == "gpt2":
             self.file, self.reference = gpt2_file(), "tiktoken"
             self._plain: Any = _tiktoken(self.file)
@@ -99,7 +101,9 @@ class Tokenizer:
         ends = ends - ends[0]
         parts = ends
         if len(text) and np.diff(ends).max() > HUGE:
-            parts = np.array([0, *(end for start, stop in zip(ends[:-1], ends[1:], strict=True) for end in cuts(data, int(start), int(stop)))], np.int64)
+            parts = np.array(
+                [0, *(end for start, stop in zip(ends[:-1], ends[1:], strict=True) for end in cuts(data, int(start), int(stop)))], np.int64
+            )
         offsets, tokens = self._encode(parts, data)
         if parts is not ends:
             offsets = offsets[np.searchsorted(parts, ends)]
@@ -216,7 +220,9 @@ def _gigatoken(kind: str, path: Path, parallel: bool) -> Encode:
 
     def encode(offsets: np.ndarray, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         text = NumpyArray(data, parameters={"__array__": "byte"})
-        found = tokenizer.encode_batch(ak.Array(ListOffsetArray(Index64(offsets), text, parameters={"__array__": "bytestring"})), parallel=None if parallel else False).layout
+        found = tokenizer.encode_batch(
+            ak.Array(ListOffsetArray(Index64(offsets), text, parameters={"__array__": "bytestring"})), parallel=None if parallel else False
+        ).layout
         ends = np.asarray(found.offsets)
         return ends - ends[0], np.asarray(found.content.data)[ends[0] : ends[-1]]
 

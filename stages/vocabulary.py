@@ -74,7 +74,9 @@ def _train(parameters: Parameters, out: Path, context: Context) -> str:
     from tokenizers import pre_tokenizers, trainers
 
     if not parameters.sources:
-        raise ValueError("A bpe vocabulary is trained on the training sources, and this spec has none: give data.sources one with role training.")
+        raise ValueError(
+            "A bpe vocabulary is trained on the training sources, and this spec has none: give data.sources one with role training."
+        )
     tokenizer = byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=parameters.size,

@@ -50,7 +50,14 @@ class Drawing:
 def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Drawing]:
     """Name -> drawing of every figure that has something to show. The same tables give the same bytes."""
     tables = {name: table.to_pylist() for name, table in made.items()}
-    makers: tuple[Callable[..., Iterator[tuple[str, Figure, str]]], ...] = (loss, loss_difference, positions, extrapolation, cg_inference, cg_training)
+    makers: tuple[Callable[..., Iterator[tuple[str, Figure, str]]], ...] = (
+        loss,
+        loss_difference,
+        positions,
+        extrapolation,
+        cg_inference,
+        cg_training,
+    )
     found = {}
     with matplotlib.rc_context(LOOK):
         for make in makers:
@@ -75,7 +82,9 @@ def _svg(figure: Figure) -> str:
 # --- the parts of a figure --------------------------------------------------------------------------------------------
 
 
-def _panels(titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+def _panels(
+    titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
     """A figure of one panel a title, at most three in a row, with room for a legend of `keys` entries above several panels."""
     columns = columns or (min(COLUMNS, len(titles)) if len(titles) != 4 else 2)
     lines = math.ceil(len(titles) / columns)
@@ -99,7 +108,14 @@ def _legend(figure: Figure, axes: list[Axes]) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     figure.legend(
-        handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(0.005, 1.0), ncols=6, handlelength=1.8, columnspacing=1.3, borderpad=0.2
+        handles.values(),
+        handles.keys(),
+        loc="upper left",
+        bbox_to_anchor=(0.005, 1.0),
+        ncols=6,
+        handlelength=1.8,
+        columnspacing=1.3,
+        borderpad=0.2,
     )
 
 
@@ -109,7 +125,10 @@ def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
     points = ax.get_figure().get_figheight() * 72 * 0.8  # about what the axes are high
     transform = ax.yaxis.get_transform().transform
     bottom, top = transform([low])[0], transform([high])[0]
-    places = [((transform([min(max(y, min(low, high)), max(low, high))])[0] - bottom) / (top - bottom) * points, name, colour) for y, name, colour in ends]
+    places = [
+        ((transform([min(max(y, min(low, high)), max(low, high))])[0] - bottom) / (top - bottom) * points, name, colour)
+        for y, name, colour in ends
+    ]
     places.sort(key=lambda place: place[0])
     gap, heights = 9.0, [place[0] for place in places]
     for _ in range(100):
@@ -121,7 +140,16 @@ def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
         for i in range(1, len(heights)):
             heights[i] = max(heights[i], heights[i - 1] + gap * 0.999)
     for height, (_, name, colour) in zip(heights, places, strict=True):
-        ax.annotate(name, (1, height / points), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", va="center", color=colour, annotation_clip=False)
+        ax.annotate(
+            name,
+            (1, height / points),
+            xycoords="axes fraction",
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )
 
 
 def _finish(figure: Figure, axes: list[Axes], ends: list[tuple[float, str, str]]) -> None:
@@ -204,7 +232,16 @@ def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tu
             if entropy is not None:
                 low, high = min(low, entropy), max(high, entropy)
                 ax.axhline(entropy, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
-                ax.annotate("unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), xytext=(-2, 2.5), textcoords="offset points", ha="right", color=FAINT, size=7)
+                ax.annotate(
+                    "unigram entropy",
+                    (1, entropy),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(-2, 2.5),
+                    textcoords="offset points",
+                    ha="right",
+                    color=FAINT,
+                    size=7,
+                )
             margin = 0.06 * max(high - low, 0.02)
             ax.set_ylim(low - margin, high + 2 * margin)
         ax.set_xlim(left=0, right=max(row["tokens"] for cell in _lines(study, place) for row in _of(rows, cell=cell.cell)))
@@ -224,7 +261,9 @@ def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> 
     places, columns = _places(study, rows)
     if not places:
         return
-    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7, columns=columns)
+    figure, axes = _panels(
+        [style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7, columns=columns
+    )
     name = look.labels[study.parameters.baseline]
     ends: list[tuple[float, str, str]] = []
     for ax, place in zip(axes, places, strict=True):
@@ -317,13 +356,29 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
                 if not curve:
                     continue
                 y = np.exp(np.minimum(_column(curve, "nll"), 700))
-                ax.plot(_column(curve, "position"), y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
+                ax.plot(
+                    _column(curve, "position"),
+                    y,
+                    color=look.colours[cell.model],
+                    linestyle=look.dashes[cell.model],
+                    label=look.labels[cell.model],
+                )
                 ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
                 if cell.group == "grid" or not lows:
                     lows.append(np.nanmin(y))
                     highs.append(np.nanmax(y))
             ax.axvline(study.length, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-            ax.annotate("trained", (study.length, 1), xycoords=("data", "axes fraction"), xytext=(-2, -2), textcoords="offset points", ha="right", va="top", color=FAINT, size=7)
+            ax.annotate(
+                "trained",
+                (study.length, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(-2, -2),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=FAINT,
+                size=7,
+            )
             low, high = min(lows), min(max(highs), 2.2 * min(lows))
             ax.set_ylim(low * 0.98, high * 1.03)
             _log2(ax, first, reached[text])

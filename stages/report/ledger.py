@@ -74,5 +74,3 @@ def _mean(mean: dict[str, Any], those: list[dict[str, Any]], ours: dict[tuple[st
     sets = [_plain(row["set"]) for row in those if row["length"] == mean["length"] and row["set"] != MEAN]
     found = [ours[name, mean["length"]]["perplexity"] for name in sets if (name, mean["length"]) in ours]
     return math.fsum(found) / len(found) if found and len(found) == len(sets) else None
-
-

@@ -32,7 +32,18 @@ def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -
     tables = {name: table.to_pylist() for name, table in made.items()}
     look = Style.of(study)
     page = Page(study, tables, drawn, look)
-    sections = (page.summary, page.cells, page.perplexity, page.loss, page.positions, page.extrapolation, page.cg, page.throughput, page.ledger, page.made_from)
+    sections = (
+        page.summary,
+        page.cells,
+        page.perplexity,
+        page.loss,
+        page.positions,
+        page.extrapolation,
+        page.cg,
+        page.throughput,
+        page.ledger,
+        page.made_from,
+    )
     colours = [*dict.fromkeys([*look.colours.values(), *page.inks()])]
     variables = {colour: f"--c{i}" for i, colour in enumerate(colours)}
     body = "\n".join(part for section in sections for part in section())
@@ -79,7 +90,11 @@ class Page:
 
     def _best(self) -> str | None:
         """The best model of the largest scale and budget, by the headline set, or the mean over sets."""
-        place = max(self.study.places, key=lambda place: max(row["flops"] for row in self.compared if (row["scale"], row["budget"]) == place), default=None)
+        place = max(
+            self.study.places,
+            key=lambda place: max(row["flops"] for row in self.compared if (row["scale"], row["budget"]) == place),
+            default=None,
+        )
         rows = [row for row in self._trained(self.study.length) if (row["scale"], row["budget"]) == place]
         text = self.study.parameters.headline
         if any(row["set"] == text for row in rows):
@@ -90,7 +105,10 @@ class Page:
         if not scores:
             return None
         best = min(scores, key=scores.__getitem__)
-        label, where = escape(self.look.labels[self.cell[best]["model"]]), f" at {escape(style.place(*place))}" if len(self.study.places) > 1 else ""
+        label, where = (
+            escape(self.look.labels[self.cell[best]["model"]]),
+            f" at {escape(style.place(*place))}" if len(self.study.places) > 1 else "",
+        )
         said = f"{'Best' if len(scores) > 1 else 'It reached'}{where}: <b>{label}</b>, {what} {style.perplexity(scores[best])}"
         baseline = next((cell for cell in scores if self.cell[cell]["model"] == self.study.parameters.baseline), None)
         if len(scores) == 1:
@@ -105,12 +123,18 @@ class Page:
 
     def cells(self) -> list[str]:
         """The grid: what each cell is, and how its training ended."""
-        perplexity = {row["cell"]: row["perplexity"] for row in self._trained(self.study.length, swept=True) if row["set"] == self.study.parameters.headline}
+        perplexity = {
+            row["cell"]: row["perplexity"]
+            for row in self._trained(self.study.length, swept=True)
+            if row["set"] == self.study.parameters.headline
+        }
         head = [("model", "left"), ("parameters", ""), ("tokens", ""), ("training FLOPs", "")]
         head += [("CG steps", "")] if any(row["steps"] is not None for row in self.tables["models"]) else []
         head += [("final loss", "")] + ([(f"{self.study.parameters.headline} perplexity", "")] if perplexity else [])
         groups = []
-        for (scale, budget, sweep), rows in _grouped(self.tables["models"], lambda row: (row["scale"], row["budget"], row["group"] == "sweep")):
+        for (scale, budget, sweep), rows in _grouped(
+            self.tables["models"], lambda row: (row["scale"], row["budget"], row["group"] == "sweep")
+        ):
             losses, scores = [row["final_loss"] for row in rows], [perplexity.get(row["cell"]) for row in rows]
             lines = []
             for row, loss, score in zip(rows, _best_bold(losses, "{:.3f}".format), _best_bold(scores, style.perplexity), strict=True):
@@ -121,7 +145,9 @@ class Page:
             groups.append((title, lines))
         parts = [_h2("The cells"), _table(head, groups)]
         if events := sum(row["events"] for row in self.tables["models"]):
-            parts.append(f'<p class="note">{_number(events, "step")} of training had a recorded event (a spike, a step skipped or rolled back); see <code>history</code>.</p>')
+            parts.append(
+                f'<p class="note">{_number(events, "step")} of training had a recorded event (a spike, a step skipped or rolled back); see <code>history</code>.</p>'
+            )
         return parts
 
     def perplexity(self) -> list[str]:
@@ -133,8 +159,15 @@ class Page:
             cells = [row for row in self.compared if any(row["cell"] in column for block in those for column in block["columns"].values())]
             groups = []
             for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
-                columns = [_best_bold([column.get(cell["cell"]) for cell in group], style.perplexity) for block in those for column in block["columns"].values()]
-                lines = [([self._model(cell), *line], cell["group"] == "references") for cell, line in zip(group, zip(*columns, strict=True), strict=True)]
+                columns = [
+                    _best_bold([column.get(cell["cell"]) for cell in group], style.perplexity)
+                    for block in those
+                    for column in block["columns"].values()
+                ]
+                lines = [
+                    ([self._model(cell), *line], cell["group"] == "references")
+                    for cell, line in zip(group, zip(*columns, strict=True), strict=True)
+                ]
                 groups.append((escape(style.place(scale, budget)), lines))
             head, over = [("model", "left")], [("", 1)]
             for block in those:
@@ -146,7 +179,11 @@ class Page:
             return []
         mean = " The mean is over the sets to its left." if any("mean" in block["columns"] for block in blocks) else ""
         best = "Lower is better; the best of each group is bold." if len(self.compared) > 1 else "Lower is better."
-        return [_h2("Perplexity by set and length"), f'<p class="note">The exponential of the mean loss over all tokens of a set. {best}{mean}</p>', *parts]
+        return [
+            _h2("Perplexity by set and length"),
+            f'<p class="note">The exponential of the mean loss over all tokens of a set. {best}{mean}</p>',
+            *parts,
+        ]
 
     def _block(self, length: int) -> dict[str, Any]:
         """The columns of one length: title, and columns set -> {cell: perplexity}, the mean over sets last where there are several."""
@@ -161,9 +198,16 @@ class Page:
         if not rows:
             return []
         extra = any(row["mfu"] is not None for row in rows)
-        apart = any(row["mfu_without_cg"] is not None and row["mfu"] is not None and abs(row["mfu"] - row["mfu_without_cg"]) > 5e-5 for row in rows)
+        apart = any(
+            row["mfu_without_cg"] is not None and row["mfu"] is not None and abs(row["mfu"] - row["mfu_without_cg"]) > 5e-5 for row in rows
+        )
         fastest = max(row["tokens_per_second"] for row in rows)
-        head = [("model", "left"), ("", "left"), ("tokens/s", "")] + ([("MFU", "")] if extra else []) + ([("without CG", "")] if apart else []) + [("training time", "")]
+        head = (
+            [("model", "left"), ("", "left"), ("tokens/s", "")]
+            + ([("MFU", "")] if extra else [])
+            + ([("without CG", "")] if apart else [])
+            + [("training time", "")]
+        )
         groups = []
         for (scale, budget), those in _grouped(rows, lambda row: (row["scale"], row["budget"])):
             lines = []
@@ -174,15 +218,24 @@ class Page:
                 line += [_percent(row["mfu_without_cg"])] if apart else []
                 lines.append(([*line, style.duration(row["seconds"])], False))
             groups.append((escape(style.place(scale, budget)), lines))
-        note = "Medians over steps, where each cell happened to run; the steps that CG took count in the MFU, those it did not take never do."
-        return [_h2("Throughput"), _table(head, groups), f'<p class="note">{note if extra else "Medians over steps, where each cell happened to run."}</p>']
+        note = (
+            "Medians over steps, where each cell happened to run; the steps that CG took count in the MFU, those it did not take never do."
+        )
+        return [
+            _h2("Throughput"),
+            _table(head, groups),
+            f'<p class="note">{note if extra else "Medians over steps, where each cell happened to run."}</p>',
+        ]
 
     def ledger(self) -> list[str]:
         if self.study.parameters.paper is None:
             return []
         rows = [row for row in self.tables["ledger"] if row["status"] == "run"]
         if not rows:
-            return [_h2("Beside the paper"), "<p>No cell here is one of the paper’s own (its models, scales and budgets, on its sets), so no figure is set beside it.</p>"]
+            return [
+                _h2("Beside the paper"),
+                "<p>No cell here is one of the paper’s own (its models, scales and budgets, on its sets), so no figure is set beside it.</p>",
+            ]
         parts = [_h2("Beside the paper"), '<p class="note">Our perplexity and, smaller, ours minus the one that the paper prints.</p>']
         for length, those in _grouped(rows, lambda row: row["length"]):
             sets = list(dict.fromkeys(row["set"] for row in those))
@@ -198,7 +251,9 @@ class Page:
             head = [("model", "left"), *(("mean" if text == ledger.MEAN else text, "") for text in sets)]
             parts.append(_table(head, groups, caption=f"Length {style.binary(length)}"))
         if missing := sum(row["status"] != "run" for row in self.tables["ledger"]):
-            parts.append(f'<p class="note">{_number(missing, "figure")} that the paper prints for these cells {"was" if missing == 1 else "were"} not run here; they are in <code>tables/ledger.parquet</code>.</p>')
+            parts.append(
+                f'<p class="note">{_number(missing, "figure")} that the paper prints for these cells {"was" if missing == 1 else "were"} not run here; they are in <code>tables/ledger.parquet</code>.</p>'
+            )
         return parts
 
     # --- figures --------------------------------------------------------------------------------------------------
@@ -239,7 +294,13 @@ class Page:
             for _, same in _grouped(group, lambda row: (row["cell"], row["setting"])):
                 taken = [row["steps_taken"] for row in same if row["steps_taken"] is not None]
                 difference = {row["set"]: row["difference"] for row in same}
-                name = same[0]["setting"] if kind == "inference" else f"{same[0]['steps']} steps" if same[0]["steps"] is not None else same[0]["model"]
+                name = (
+                    same[0]["setting"]
+                    if kind == "inference"
+                    else f"{same[0]['steps']} steps"
+                    if same[0]["steps"] is not None
+                    else same[0]["model"]
+                )
                 mean = f"{math.fsum(taken) / len(taken):.1f}" if taken else "–"
                 lines.append(([escape(name), mean, *(style.signed(difference.get(text), 4) for text in sets)], False))
             groups.append((escape(reference), lines))
@@ -269,10 +330,23 @@ class Page:
         said += f"Loss curves and final losses are means over {numbers.smoothing:.0%} of a run; intervals are from {numbers.bootstrap} resamples of sequences, seed {numbers.seed}. "
         said += "Every number here is in <code>tables/*.parquet</code> beside this page, and the libraries that made it in <code>provenance.json</code>."
         lines = [
-            ([f"<code>{escape(run.cell.cell)}</code>", *(_Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left") for kind in ("history", "evaluations"))], False)
+            (
+                [
+                    f"<code>{escape(run.cell.cell)}</code>",
+                    *(
+                        _Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left")
+                        for kind in ("history", "evaluations")
+                    ),
+                ],
+                False,
+            )
             for run in self.study.runs
         ]
-        return [_h2("How it was made"), f"<p>{said}</p>", _table([("cell", "left"), ("training’s key", "left"), ("evaluation’s key", "left")], [("", lines)])]
+        return [
+            _h2("How it was made"),
+            f"<p>{said}</p>",
+            _table([("cell", "left"), ("training’s key", "left"), ("evaluation’s key", "left")], [("", lines)]),
+        ]
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
@@ -285,7 +359,9 @@ class Page:
         """cell -> plain mean of its perplexities over all sets of these rows; None where it lacks one."""
         sets = {row["set"] for row in rows}
         values = {cell: [row["perplexity"] for row in those] for cell, those in _grouped(rows, lambda row: row["cell"])}
-        return {cell: math.fsum(found) / len(found) if len(found) == len(sets) and None not in found else None for cell, found in values.items()}
+        return {
+            cell: math.fsum(found) / len(found) if len(found) == len(sets) and None not in found else None for cell, found in values.items()
+        }
 
     def _model(self, row: Row) -> str:
         label, colour = self.look.labels[row["model"]], self.look.colours[row["model"]]
@@ -303,7 +379,13 @@ class _Cell(str):
         return made
 
 
-def _table(head: Sequence[tuple[str, str]], groups: Iterable[tuple[str, list[tuple[list[str], bool]]]], *, caption: str = "", over: Sequence[tuple[str, int]] = ()) -> str:
+def _table(
+    head: Sequence[tuple[str, str]],
+    groups: Iterable[tuple[str, list[tuple[list[str], bool]]]],
+    *,
+    caption: str = "",
+    over: Sequence[tuple[str, int]] = (),
+) -> str:
     """A table of groups (title, lines); a line is its cells and whether it is a reference, shown quietly. A single group has no title row.
 
     head: (title, class) of the columns. over: (title, columns) of a row above it.
@@ -311,7 +393,11 @@ def _table(head: Sequence[tuple[str, str]], groups: Iterable[tuple[str, list[tup
     groups = list(groups)
     titles = len(groups) > 1
     top = "".join(f'<th class="{kind}">{escape(text)}</th>' if kind else f"<th>{escape(text)}</th>" for text, kind in head)
-    parts = [f"<caption>{escape(caption if titles or not groups or not groups[0][0] else _joined(caption, groups[0][0]))}</caption>" if caption else ""]
+    parts = [
+        f"<caption>{escape(caption if titles or not groups or not groups[0][0] else _joined(caption, groups[0][0]))}</caption>"
+        if caption
+        else ""
+    ]
     above = "".join(f'<th colspan="{span}"{" class=over" if text else ""}>{escape(text)}</th>' for text, span in over)
     parts.append(f"<thead>{f'<tr>{above}</tr>' if above else ''}<tr>{top}</tr></thead>")
     for title, lines in groups:

@@ -73,13 +73,19 @@ class Study:
             history, evaluation = f"history/{cell.cell}", f"evaluations/{cell.cell}"
             for name in (history, evaluation):
                 if name not in spec.inputs or name not in inputs:
-                    raise ValueError(f"The spec lists cell {cell.cell!r} but not its input {name!r}; `strata run resolve` writes the spec anew.")
+                    raise ValueError(
+                        f"The spec lists cell {cell.cell!r} but not its input {name!r}; `strata run resolve` writes the spec anew."
+                    )
             facts = schemas.metadata(inputs[history], "history")
             if facts["strata.digest"] != schemas.data_digest(inputs[history]):
-                raise ValueError(f"{inputs[history]} does not hold the data that was recorded. Delete it and train {cell.cell} again: its weights are kept.")
+                raise ValueError(
+                    f"{inputs[history]} does not hold the data that was recorded. Delete it and train {cell.cell} again: its weights are kept."
+                )
             if facts["strata.key"] != spec.inputs[history]:
                 found, wanted = facts["strata.key"][:12], spec.inputs[history][:12]
-                raise ValueError(f"{inputs[history]} was made under key {found}, wanted {wanted}: it belongs to other parameters. Train {cell.cell} again.")
+                raise ValueError(
+                    f"{inputs[history]} was made under key {found}, wanted {wanted}: it belongs to other parameters. Train {cell.cell} again."
+                )
             digests[history] = facts["strata.digest"]
             digests[evaluation] = artifact.read(inputs[evaluation], key=spec.inputs[evaluation], content=True)["digest"]
             columns = schemas.read(inputs[history], "history")

@@ -71,7 +71,14 @@ def models(study: Study) -> pa.Table:
             for run in study.runs
         ),
         NAMES
-        | {"layer": pa.string(), "group": pa.string(), "parameters": pa.int64(), "tokens": pa.int64(), "flops": pa.float64(), "steps": pa.int64()}
+        | {
+            "layer": pa.string(),
+            "group": pa.string(),
+            "parameters": pa.int64(),
+            "tokens": pa.int64(),
+            "flops": pa.float64(),
+            "steps": pa.int64(),
+        }
         | {"final_loss": pa.float64(), "events": pa.int64()},
     )
 
@@ -122,8 +129,7 @@ def perplexity(study: Study) -> pa.Table:
     """A row per cell, set, length and setting ("" is as trained)."""
     return _table(
         (
-            run.names
-            | {name: row[name] for name in ("set", "length", "setting", "perplexity", "nll", "tokens")}
+            run.names | {name: row[name] for name in ("set", "length", "setting", "perplexity", "nll", "tokens")}
             for run in study.runs
             for row in run.perplexity
         ),
@@ -268,5 +274,6 @@ def plots(made: dict[str, pa.Table]) -> dict[str, list[Row]]:
         return rounded(value, 6) if isinstance(value, float) else value
 
     return {
-        name: [{column: plain(row[column]) for column in columns} for row in made[table].to_pylist()] for name, (table, columns) in wanted.items()
+        name: [{column: plain(row[column]) for column in columns} for row in made[table].to_pylist()]
+        for name, (table, columns) in wanted.items()
     }

@@ -25,12 +25,16 @@ class Study:
 
     def __init__(self, root: Path, *, ray: bool = False) -> None:
         self.root = root
-        self.environment = os.environ | {"STRATA_RAY": str(int(ray)), "RAY_ADDRESS": "", "PYTHONPATH": str(root), "DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "2"}
+        self.environment = os.environ | {
+            "STRATA_RAY": str(int(ray)),
+            "RAY_ADDRESS": "",
+            "PYTHONPATH": str(root),
+            "DVC_NO_ANALYTICS": "1",
+            "OMP_NUM_THREADS": "2",
+        }
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for name in FLOORS:
-            shutil.copytree(
-                ROOT / name, root / name, ignore=shutil.ignore_patterns(*MADE)
-            )
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(*MADE))
         (root / "pipelines" / "nano" / "dvc.yaml").unlink()  # one study is enough
         for name in ("dvc.yaml", ".gitignore", ".dvcignore"):
             shutil.copyfile(ROOT / name, root / name)

@@ -206,7 +206,9 @@ def test_a_real_head_ends_with_its_guardian(tmp_path, sleeper):
     folder = address.token.parent
     assert folder.stat().st_mode & 0o077 == 0 and (folder / "token").stat().st_mode & 0o077 == 0
     assert head.Address(address.url, True).headers == {} and pytest.raises(ValueError, head.Address(address.url).session)
-    listening = {item.laddr.ip for process in head.members(folder) for item in process.net_connections("tcp") if item.status == psutil.CONN_LISTEN}
+    listening = {
+        item.laddr.ip for process in head.members(folder) for item in process.net_connections("tcp") if item.status == psutil.CONN_LISTEN
+    }
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
     os.kill(head.load(folder / "guardian.json")["pid"], signal.SIGKILL)
     until(lambda: not head.members(folder), seconds=20)

@@ -44,7 +44,9 @@ def left(study: Study) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and (str(study.root) in " ".join(process.cmdline()) or process.environ().get("PYTHONPATH", "").startswith(str(study.root))):
+            if process.pid != os.getpid() and (
+                str(study.root) in " ".join(process.cmdline()) or process.environ().get("PYTHONPATH", "").startswith(str(study.root))
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -53,7 +55,9 @@ def left(study: Study) -> list[psutil.Process]:
 
 def begin(study: Study) -> subprocess.Popen[bytes]:
     """Start the training by `dvc repro`, and wait until it is well under way."""
-    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro", f"train@{CELL}"], cwd=study.root, env=study.environment, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro", f"train@{CELL}"], cwd=study.root, env=study.environment, start_new_session=True
+    )
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline and process.poll() is None
@@ -78,7 +82,9 @@ def undisturbed(study: Study, tmp_path: Path) -> bytes:
 
 
 def forget(study: Study) -> None:
-    subprocess.run([sys.executable, "-m", "pipelines", "forget", CELL], cwd=study.root, env=study.environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pipelines", "forget", CELL], cwd=study.root, env=study.environment, check=True, capture_output=True
+    )
 
 
 def weights(study: Study) -> bytes:
@@ -129,7 +135,11 @@ def test_ctrl_c_stops_at_a_checkpoint_and_leaves_nothing_running(study: Study, t
     assert process.wait(timeout=60) != 0
     wait_until_nothing_runs(study)
     store = Store(study.root / ".strata")
-    key = json.loads((study.root / "weights" / CELL / "artifact.json").read_text())["key"] if (study.root / "weights" / CELL).exists() else None
+    key = (
+        json.loads((study.root / "weights" / CELL / "artifact.json").read_text())["key"]
+        if (study.root / "weights" / CELL).exists()
+        else None
+    )
     stopped = [json.loads(path.read_text()) for path in store.root.glob("artifacts/*/*/attempts/*/outcome.json")]
     assert key is None and "stopped" in [outcome["status"] for outcome in stopped]
     study.dvc("repro", f"train@{CELL}")

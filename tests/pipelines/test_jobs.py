@@ -49,7 +49,18 @@ def place(tmp_path_factory):
 def request_for(place, request):
     def make(do, **options):
         spec = {"stage": "probe", "versions": {}, "parameters": {"do": do, "test": request.node.name}}
-        return Request(**{"stage": "probe", "cell": "cell", "spec": spec, "inputs": {}, "store": str(place[1] / ".strata"), "study": "nano", "resources": {"cpus": 1}, **options})
+        return Request(
+            **{
+                "stage": "probe",
+                "cell": "cell",
+                "spec": spec,
+                "inputs": {},
+                "store": str(place[1] / ".strata"),
+                "study": "nano",
+                "resources": {"cpus": 1},
+                **options,
+            }
+        )
 
     return make
 
@@ -110,7 +121,11 @@ def test_a_mistake_is_a_sentence_and_not_tried_again(ask, request_for):
 def test_a_fault_of_ours_keeps_its_traceback_and_is_not_tried_again(ask, request_for):
     wanted = request_for("error")
     outcome, _ = ask(wanted)
-    assert (outcome.status, outcome.kind) == ("failed", "error") and outcome.error.endswith("RuntimeError: a fault of ours\n") and "probe.py" in outcome.error
+    assert (
+        (outcome.status, outcome.kind) == ("failed", "error")
+        and outcome.error.endswith("RuntimeError: a fault of ours\n")
+        and "probe.py" in outcome.error
+    )
     assert len(attempts(wanted)) == 1
 
 
@@ -184,7 +199,14 @@ def test_a_head_without_guardian_is_ended_by_its_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBE))
     address = head.ensure(tmp_path)
     folder = address.token.parent
-    wanted = Request(stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {"do": "wait"}}, inputs={}, store=str(tmp_path), study="nano")
+    wanted = Request(
+        stage="probe",
+        cell="cell",
+        spec={"stage": "probe", "versions": {}, "parameters": {"do": "wait"}},
+        inputs={},
+        store=str(tmp_path),
+        study="nano",
+    )
     process = asking(wanted, (address, tmp_path))
     until(lambda: Store(tmp_path).alive(wanted.key))
     guardian = psutil.Process(head.load(folder / "guardian.json")["pid"])
@@ -202,7 +224,9 @@ def test_a_head_without_guardian_is_ended_by_its_driver(tmp_path, monkeypatch):
 
 
 def test_a_request_of_another_session_is_left_alone(tmp_path):
-    wanted = Request(stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano")
+    wanted = Request(
+        stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano"
+    )
     board = Board(tmp_path, "nano")
     first = board.put(wanted, "session_1")
     assert [item.id for item in board.wanted("session_1")] == [first] and board.wanted("session_2") == []
@@ -218,19 +242,30 @@ def test_a_damaged_request_is_passed_over(tmp_path):
     board = Board(tmp_path, "nano")
     (board.folder / "requests").mkdir(parents=True)
     (board.folder / "requests" / "torn.json").write_text('{"id": "1", "sess')
-    (board.folder / "requests" / "other.json").write_text(json.dumps({"id": "1", "session": "s", "ahead": False, "asked": 0, "request": {"stage": "probe", "new": 1}}))
+    (board.folder / "requests" / "other.json").write_text(
+        json.dumps({"id": "1", "session": "s", "ahead": False, "asked": 0, "request": {"stage": "probe", "new": 1}})
+    )
     assert board.wanted("s") == []
 
 
 def test_a_cluster_that_does_not_answer(tmp_path):
-    wanted = Request(stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano")
+    wanted = Request(
+        stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano"
+    )
     with pytest.raises(ValueError, match="No Ray cluster answers at http://127.0.0.1:1.*--no-ray"):
         jobs.ask(wanted, head.Address("http://127.0.0.1:1"))
 
 
 def test_an_interrupt_leaves_a_cluster_at_work(tmp_path, monkeypatch):
     """On a cluster that is not ours the request stays on the board, and the asker says where it goes on."""
-    wanted = Request(stage="train", cell="mesa-1b-50b", spec={"stage": "train", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano")
+    wanted = Request(
+        stage="train",
+        cell="mesa-1b-50b",
+        spec={"stage": "train", "versions": {}, "parameters": {}},
+        inputs={},
+        store=str(tmp_path),
+        study="nano",
+    )
     address = head.Address("http://cluster.example:8265")
     monkeypatch.setattr(jobs._Post, "see_to_driver", lambda self: os.kill(os.getpid(), signal.SIGINT))
     monkeypatch.setattr(head.Address, "session", lambda self, timeout=2: "session_1")

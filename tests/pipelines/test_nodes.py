@@ -81,7 +81,14 @@ def test_tpus(bare, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, kind",
-    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", None), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA A100-PCIE-40GB", "A100")],
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+    ],
 )
 def test_names_of_chips(name, kind):
     assert (nodes.known(name).name if nodes.known(name) else None) == kind

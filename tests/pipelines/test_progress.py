@@ -36,7 +36,12 @@ def test_a_log_gets_a_line_now_and_then_and_every_note(monkeypatch):
         shown.show({"time": 1026.0, "note": "Going on from step 7."})
         shown.show({"time": 1026.0, "step": 101, "of": 200, "event": "skipped: loss nan"})
     lines = stream.getvalue().splitlines()
-    assert lines == ["train mesa: 40/200  0:40 left", "train mesa: 80/200  0:30 left", "train mesa: Going on from step 7.", "train mesa: step 101: skipped: loss nan"]
+    assert lines == [
+        "train mesa: 40/200  0:40 left",
+        "train mesa: 80/200  0:30 left",
+        "train mesa: Going on from step 7.",
+        "train mesa: step 101: skipped: loss nan",
+    ]
 
 
 def test_the_stages_own_estimate_comes_first_and_resuming_is_not_speed():

@@ -56,13 +56,30 @@ def history(path, steps=STEPS):
     return path
 
 
-PROVENANCE = {"started": 1700000000.0, "commit": "c0ffee", "dirty": True, "device": "cpu", "kernels": {"mesa": "chunked"}, "libraries": {"torch": "2.13.0"}, "seconds": 500.0}
-PARAMETERS = {"model": {"layer": "mesa", "steps": 30}, "batch": 16, "betas": [0.9, 0.98], "long": "x" * 900, "api_key": "hunter2", "url": "https://me:hunter2@host/data?token=hunter2"}
+PROVENANCE = {
+    "started": 1700000000.0,
+    "commit": "c0ffee",
+    "dirty": True,
+    "device": "cpu",
+    "kernels": {"mesa": "chunked"},
+    "libraries": {"torch": "2.13.0"},
+    "seconds": 500.0,
+}
+PARAMETERS = {
+    "model": {"layer": "mesa", "steps": 30},
+    "batch": 16,
+    "betas": [0.9, 0.98],
+    "long": "x" * 900,
+    "api_key": "hunter2",
+    "url": "https://me:hunter2@host/data?token=hunter2",
+}
 DATASET = ("text", "sha256:" + "d" * 64)
 
 
 def train(tracker, folder, key="a" * 64, **options):
-    return tracker.log_training("mesa-tiny-1m", key, PARAMETERS, history(folder / "history.parquet"), PROVENANCE, dataset=DATASET, **options)
+    return tracker.log_training(
+        "mesa-tiny-1m", key, PARAMETERS, history(folder / "history.parquet"), PROVENANCE, dataset=DATASET, **options
+    )
 
 
 def runs(tracker):
@@ -71,7 +88,17 @@ def runs(tracker):
 
 
 def evaluation(path, setting=""):
-    row = {"set": "validation", "length": 256, "setting": setting, "sequences": 4, "tokens": 1024, "nll": 2.0, "perplexity": 7.389, "steps_taken": None, "residual": None}
+    row = {
+        "set": "validation",
+        "length": 256,
+        "setting": setting,
+        "sequences": 4,
+        "tokens": 1024,
+        "nll": 2.0,
+        "perplexity": 7.389,
+        "steps_taken": None,
+        "residual": None,
+    }
     schemas.write(path, pa.Table.from_pylist([row], schema=schemas.schema("perplexity")), name="perplexity", key="k" * 64)
     return path
 
@@ -104,7 +131,15 @@ def test_logging_again_adds_nothing(tmp_path):
 
     def state():
         client, found = runs(tracker)
-        return [(run.info.run_id, run.data.params, run.data.tags, {name: len(client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics}) for run in found]
+        return [
+            (
+                run.info.run_id,
+                run.data.params,
+                run.data.tags,
+                {name: len(client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics},
+            )
+            for run in found
+        ]
 
     def log():
         assert train(tracker, tmp_path)
@@ -116,7 +151,9 @@ def test_logging_again_adds_nothing(tmp_path):
     assert state() == before and len(before) == 1
     # The mark of completeness lost, as after a kill in the middle: the points are not doubled, even at other times.
     tracking._mlflow().MlflowClient(tracking_uri=tracker.uri).delete_tag(before[0][0], "strata.training")
-    tracker.log_training("mesa-tiny-1m", "a" * 64, PARAMETERS, tmp_path / "history.parquet", PROVENANCE | {"started": 1800000000.0}, dataset=DATASET)
+    tracker.log_training(
+        "mesa-tiny-1m", "a" * 64, PARAMETERS, tmp_path / "history.parquet", PROVENANCE | {"started": 1800000000.0}, dataset=DATASET
+    )
     assert state()[0][3] == before[0][3]
 
 
@@ -155,7 +192,9 @@ def test_the_report(tmp_path):
 
 def _first_use(barrier, failures, root, letter):
     barrier.wait()
-    if not Tracker(root, "nano").log_training(f"cell-{letter}", letter * 64, {"key": letter}, root / "history.parquet", {}, dataset=("text", letter)):
+    if not Tracker(root, "nano").log_training(
+        f"cell-{letter}", letter * 64, {"key": letter}, root / "history.parquet", {}, dataset=("text", letter)
+    ):
         failures.put(letter)
 
 
@@ -184,15 +223,27 @@ def test_what_the_stages_of_a_cell_have_made_is_remembered(tmp_path):
     history(made["train"] / "history.parquet")
     evaluation(made["evaluate"] / "perplexity.parquet")
     (made["analyze"] / "metrics.json").write_text('{"mesa-tiny-1m": {"loss": 2.5}}')
-    context = {"study": "nano", "tracking": None, "cells": {"mesa-tiny-1m": {"name": "mesa-tiny-1m", "group": "grid"}}, "roles": {"text": "training", "held-out": "validation"}}
-    spec = {stage: Spec(stage=stage, versions={}, parameters={"batch": 16}, inputs={"train": {"budget": "b" * 64}}.get(stage, {})) for stage in ("train", "analyze")}
+    context = {
+        "study": "nano",
+        "tracking": None,
+        "cells": {"mesa-tiny-1m": {"name": "mesa-tiny-1m", "group": "grid"}},
+        "roles": {"text": "training", "held-out": "validation"},
+    }
+    spec = {
+        stage: Spec(stage=stage, versions={}, parameters={"batch": 16}, inputs={"train": {"budget": "b" * 64}}.get(stage, {}))
+        for stage in ("train", "analyze")
+    }
     spec["evaluate"] = Spec(stage="evaluate", versions={}, parameters={}, inputs={"weights": spec["train"].key})
     for stage, cell in (("train", "mesa-tiny-1m"), ("evaluate", "mesa-tiny-1m"), ("analyze", "analyze")):
         assert tracking.remember(stage, cell, spec[stage], context, made[stage], root=tmp_path)
     _, found = runs(Tracker(tmp_path, "nano"))
     run, report = sorted(found, key=lambda run: run.info.run_name)
     assert run.data.params == {"batch": "16", "cell.group": "grid"} and run.data.tags["strata.key"] == spec["train"].key
-    assert run.inputs.dataset_inputs[0].dataset.digest == "d" * 36 and "loss" in run.data.metrics and "perplexity/validation/256" in run.data.metrics
+    assert (
+        run.inputs.dataset_inputs[0].dataset.digest == "d" * 36
+        and "loss" in run.data.metrics
+        and "perplexity/validation/256" in run.data.metrics
+    )
     assert report.info.run_name == "report" and report.data.metrics == {"mesa-tiny-1m/loss": 2.5}
 
 
@@ -246,7 +297,11 @@ def test_the_environment_comes_before_the_study_and_the_study_before_the_default
 
 def test_what_gives_access_is_left_out():
     assert clean("hf://me:pw@host/x https://h/x?sig=abc&n=1 Bearer abcdefghijkl") == "hf://host/x https://h/x?sig=...&n=1 Bearer ..."
-    assert flat({"tokens": 5, "batch_tokens": 6, "auth_token": "t", "a": {"password": "p", "key_size": 32}}) == {"tokens": "5", "batch_tokens": "6", "a.key_size": "32"}
+    assert flat({"tokens": 5, "batch_tokens": 6, "auth_token": "t", "a": {"password": "p", "key_size": 32}}) == {
+        "tokens": "5",
+        "batch_tokens": "6",
+        "a.key_size": "32",
+    }
 
 
 def test_mlflow_is_not_imported_before_it_is_needed():

@@ -38,8 +38,24 @@ def seeded(*parts: object) -> np.random.Generator:
 def cell(model: str, scale: str = "nano", budget: str = "1m", **more: Any) -> dict[str, Any]:
     """A cell as an analysis' spec lists it."""
     mesa = "mesa" in model
-    facts = {"layer": "mesa" if mesa else model, "parameters": 2_913_280 + 512 * len(model), "tokens": 1_048_576, "flops": 1.9e13 * (1.3 if mesa else 1)}
-    return {"cell": f"{model}-{scale}-{budget}", "model": model, "scale": scale, "budget": budget, "group": "grid", "steps": 30 if mesa else None} | facts | more
+    facts = {
+        "layer": "mesa" if mesa else model,
+        "parameters": 2_913_280 + 512 * len(model),
+        "tokens": 1_048_576,
+        "flops": 1.9e13 * (1.3 if mesa else 1),
+    }
+    return (
+        {
+            "cell": f"{model}-{scale}-{budget}",
+            "model": model,
+            "scale": scale,
+            "budget": budget,
+            "group": "grid",
+            "steps": 30 if mesa else None,
+        }
+        | facts
+        | more
+    )
 
 
 def write_history(path: Path, cell: dict[str, Any], *, losses: np.ndarray | None = None) -> None:
@@ -69,10 +85,17 @@ def made_up_nlls(cell: dict[str, Any], text: str, length: int, setting: str, seq
         k = np.arange(1, size + 1)
         hard = seeded(text, i).normal(0, 0.3) + seeded(text, length, i).gamma(2.0, 0.35, size) - 0.7
         mean = 2.0 + {"validation": 0.0, "books": 0.2}.get(text, 0.35) + 2.6 * k**-0.45
-        ours = offset - early * np.exp(-k / 24) + 0.018 * (early > 0) * np.clip(np.log2(k / 40), 0, 6) / 3 + beyond * np.clip(np.log2(k / LENGTH), 0, 8)
+        ours = (
+            offset
+            - early * np.exp(-k / 24)
+            + 0.018 * (early > 0) * np.clip(np.log2(k / 40), 0, 6) / 3
+            + beyond * np.clip(np.log2(k / LENGTH), 0, 8)
+        )
         steps = cell["steps"] if cell["steps"] not in (None, 30) else None
         if setting or steps:
-            lack = {"cg5": 0.012, "cg10": 0.0004, "eps1e-2": 0.006, "eps1e-4": 0.0, "no_solve": 0.16}.get(setting, {5: 0.012, 10: 0.002}.get(steps, 0.0))
+            lack = {"cg5": 0.012, "cg10": 0.0004, "eps1e-2": 0.006, "eps1e-4": 0.0, "no_solve": 0.16}.get(
+                setting, {5: 0.012, 10: 0.002}.get(steps, 0.0)
+            )
             ours = ours + lack * np.log2(1 + k) / 8
         nll = (mean + hard + ours + seeded(cell["cell"], text, i, setting).normal(0, 0.01, size)).astype(np.float32)
         if i % 5 == 0:
@@ -87,19 +110,41 @@ def write_evaluation(out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int,
     rows = []
     for (text, length, setting), losses in nlls.items():
         nll_sum, count = measures.by_position(losses)
-        with units.making(out / (f"{text}-{length}" + (f"-{setting}" if setting else "")), key=made_by, stage="evaluate", inputs={}) as folder:
+        with units.making(
+            out / (f"{text}-{length}" + (f"-{setting}" if setting else "")), key=made_by, stage="evaluate", inputs={}
+        ) as folder:
             many = len(losses)
-            columns = {"set": [text] * many, "source": ["books"] * many, "length": [length] * many, "sequence": range(many), "start": [0] * many, "nll": losses}
+            columns = {
+                "set": [text] * many,
+                "source": ["books"] * many,
+                "length": [length] * many,
+                "sequence": range(many),
+                "start": [0] * many,
+                "nll": losses,
+            }
             schema = schemas.schema("nll")
             schemas.write(folder / "nll.parquet", schemas.batches([columns], schema), name="nll", key=made_by, schema=schema)
-            positions = {"set": [text] * len(count), "length": [length] * len(count), "position": range(1, len(count) + 1), "nll_sum": nll_sum, "count": count}
+            positions = {
+                "set": [text] * len(count),
+                "length": [length] * len(count),
+                "position": range(1, len(count) + 1),
+                "nll_sum": nll_sum,
+                "count": count,
+            }
             schema = schemas.schema("positions")
             schemas.write(folder / "positions.parquet", schemas.batches([positions], schema), name="positions", key=made_by, schema=schema)
         tokens, cg = int(count.sum()), "mesa" in cell["model"]
         rows.append(
             {
-                "set": text, "length": length, "setting": setting, "sequences": many, "tokens": tokens, "nll": float(nll_sum.sum()) / tokens,
-                "perplexity": measures.perplexity(losses), "steps_taken": SETTINGS.get(setting) if cg else None, "residual": 1e-4 if cg else None,
+                "set": text,
+                "length": length,
+                "setting": setting,
+                "sequences": many,
+                "tokens": tokens,
+                "nll": float(nll_sum.sum()) / tokens,
+                "perplexity": measures.perplexity(losses),
+                "steps_taken": SETTINGS.get(setting) if cg else None,
+                "residual": 1e-4 if cg else None,
             }  # fmt: skip
         )
     schema = schemas.schema("perplexity")
@@ -113,13 +158,17 @@ def write_study(root: Path, cells: list[dict[str, Any]], *, sets: dict[str, list
     for one in cells:
         write_history(root / f"history/{one['cell']}.parquet", one)
         settings = SETTINGS if one["model"] == sweep_on else [""]
-        nlls = {(text, length, s): made_up_nlls(one, text, length, s) for text, lengths in sets.items() for length in lengths for s in settings}
+        nlls = {
+            (text, length, s): made_up_nlls(one, text, length, s) for text, lengths in sets.items() for length in lengths for s in settings
+        }
         write_evaluation(root / f"evaluations/{one['cell']}", one, nlls)
 
 
 def spec_of(cells: list[dict[str, Any]], **analysis: Any) -> Spec:
     """The analysis' spec of these cells."""
-    inputs = {f"history/{one['cell']}": key("train", one["cell"]) for one in cells} | {f"evaluations/{one['cell']}": key("evaluate", one["cell"]) for one in cells}
+    inputs = {f"history/{one['cell']}": key("train", one["cell"]) for one in cells} | {
+        f"evaluations/{one['cell']}": key("evaluate", one["cell"]) for one in cells
+    }
     return Spec(stage="analyze", versions={"analyze": 1}, inputs=inputs, parameters=Analysis(**analysis).model_dump() | {"cells": cells})
 
 

@@ -77,7 +77,9 @@ def make_tokens(folder: Path, documents: list[list[int]], *, vocab_size: int = 1
     """A tokens folder of these documents, `group` to a row group."""
     schema = schemas.schema("tokens", vocab_size=vocab_size)
     batches = [
-        pa.record_batch([[str(i + j) for j in range(len(part))], ["made-up"] * len(part), pa.array(part, schema.field("tokens").type)], schema=schema)
+        pa.record_batch(
+            [[str(i + j) for j in range(len(part))], ["made-up"] * len(part), pa.array(part, schema.field("tokens").type)], schema=schema
+        )
         for i in range(0, len(documents), group)
         if (part := documents[i : i + group])
     ]
@@ -88,8 +90,21 @@ def make_tokens(folder: Path, documents: list[list[int]], *, vocab_size: int = 1
 
 
 def pack_spec(training: list[Path], validation: list[Path], **changes: Any) -> Spec:
-    inputs = {f"{role}/{path.name}": key_of("tokens", path.name) for role, paths in (("training", training), ("validation", validation)) for path in paths}
-    parameters = {"sequence_length": 16, "seed": 0, "window": 20, "shard_rows": 8, "validation_rows": 4, "vocab_size": 100, "bos": 0, "budgets": {"s": 12}}
+    inputs = {
+        f"{role}/{path.name}": key_of("tokens", path.name)
+        for role, paths in (("training", training), ("validation", validation))
+        for path in paths
+    }
+    parameters = {
+        "sequence_length": 16,
+        "seed": 0,
+        "window": 20,
+        "shard_rows": 8,
+        "validation_rows": 4,
+        "vocab_size": 100,
+        "bos": 0,
+        "budgets": {"s": 12},
+    }
     return Spec(stage="pack", versions={"pack": 1}, inputs=inputs, parameters=parameters | changes)
 
 

@@ -25,7 +25,9 @@ def rows_table(rows: int, seed: int) -> pa.Table:
     cuts = random.integers(2, LENGTH - 1, rows)
     tokens[:, 0] = tokens[np.arange(rows), cuts] = BOS
     segments = [[int(cut), LENGTH + 1 - int(cut)] for cut in cuts]
-    return pa.table({"tokens": tokens.tolist(), "segments": segments}, schema=schemas.schema("packed", vocab_size=VOCABULARY, length=LENGTH + 1))
+    return pa.table(
+        {"tokens": tokens.tolist(), "segments": segments}, schema=schemas.schema("packed", vocab_size=VOCABULARY, length=LENGTH + 1)
+    )
 
 
 def make_packed(folder: Path, *, rows: int = 128, shard_rows: int = 48) -> Path:

@@ -134,7 +134,9 @@ def test_metrics_are_at_the_training_length_and_have_no_timings(made, hand_made)
 
 def test_a_failed_model_shows_as_infinite_and_breaks_nothing(tmp_path):
     cells = write_by_hand(tmp_path)
-    write_evaluation(tmp_path / "evaluations/mesa-nano-1m", cells[1], {("validation", 4, ""): [np.array([1.0, np.inf, 1.0, 1.0]), np.array([1.0, 1.0])]})
+    write_evaluation(
+        tmp_path / "evaluations/mesa-nano-1m", cells[1], {("validation", 4, ""): [np.array([1.0, np.inf, 1.0, 1.0]), np.array([1.0, 1.0])]}
+    )
     out = analyze(tmp_path, tmp_path / "out", cells)
     assert json.loads((out / "metrics.json").read_text())["mesa-nano-1m"]["perplexity"]["validation"] is None
     assert "∞" in (out / "report.html").read_text()
@@ -201,7 +203,9 @@ def test_scales_and_budgets_get_a_panel_each(tmp_path):
     out = analyze(tmp_path, tmp_path / "out", cells, unigram_entropy=5.1)
     page = (out / "report.html").read_text()
     assert "unigram entropy" in page and "my_layer" in page
-    assert {path.name for path in (out / "figures").glob("positions*")} == {f"positions-{s}-{b}.png" for s in ("small", "large") for b in ("1m", "2m")}
+    assert {path.name for path in (out / "figures").glob("positions*")} == {
+        f"positions-{s}-{b}.png" for s in ("small", "large") for b in ("1m", "2m")
+    }
 
 
 # The same every time
@@ -225,7 +229,12 @@ def test_timings_are_in_one_table_alone(study, made, tmp_path):
         history = history.set_column(history.column_names.index(name), name, [[2 * value for value in history[name].to_pylist()]])
     schemas.write(path, history, name="history", key=key("train", "gla-nano-1m"), schema=schemas.schema("history"))
     first, again = files(made), files(analyze(tmp_path / "study", tmp_path / "out"))
-    assert {name for name in first if first[name] != again[name]} == {"tables/throughput.parquet", "report.html", "artifact.json", "provenance.json"}
+    assert {name for name in first if first[name] != again[name]} == {
+        "tables/throughput.parquet",
+        "report.html",
+        "artifact.json",
+        "provenance.json",
+    }
 
 
 # Refusals
@@ -331,7 +340,10 @@ def test_the_ledger_sets_ours_beside_the_papers(tmp_path):
     assert {row["cell"] for row in rows} == {"gated_deltanet-440M-15B"} and len(rows) == 7 + 5 + 5
     found = {(row["set"], row["length"]): row for row in rows}
     with (Path(ledger.__file__).parents[1] / "data/mesanet_perplexity.csv").open() as file:
-        printed = {(r["scale"], r["budget"], r["model"], r["set"], r["length"]): r["perplexity"] for r in csv.DictReader(x for x in file if x[0] != "#")}
+        printed = {
+            (r["scale"], r["budget"], r["model"], r["set"], r["length"]): r["perplexity"]
+            for r in csv.DictReader(x for x in file if x[0] != "#")
+        }
     paper = float(printed["400M", "15B", "GatedDeltaNet", "WIKI", "2048"])
     assert found["wikitext2", 2048]["paper"] == paper == 14.71
     assert found["wikitext2", 2048]["ours"] == pytest.approx(12, rel=1e-6)

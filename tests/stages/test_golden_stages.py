@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_numbers_move_only_with_their_versions(tmp_path):
     table = yaml.safe_load((ROOT / "stages" / "versions.yaml").read_text())
-    versions = {"train": table["stages"]["train"], "evaluate": table["stages"]["evaluate"]} | table["model"] | {"gla": table["layers"]["gla"]}
+    versions = (
+        {"train": table["stages"]["train"], "evaluate": table["stages"]["evaluate"]} | table["model"] | {"gla": table["layers"]["gla"]}
+    )
     budget = make_packed(tmp_path / "packed")
     training = train_spec(steps=20, model=GLA)
     evaluation = evaluate_spec(weights=training, sets=["books"], lengths=[8, 16])

@@ -41,7 +41,9 @@ BIG = 1 << 20  # a vocabulary for `numbered`
 def shard_rows(out: Path) -> tuple[np.ndarray, list[list[int]]]:
     """Every row of every shard, in order."""
     tables = [schemas.read(path, "packed") for path in sorted((out / "shards").glob("*/rows.parquet"))]
-    return np.concatenate([np.array(table["tokens"].to_pylist()) for table in tables]), [row for table in tables for row in table["segments"].to_pylist()]
+    return np.concatenate([np.array(table["tokens"].to_pylist()) for table in tables]), [
+        row for table in tables for row in table["segments"].to_pylist()
+    ]
 
 
 def text(rows: np.ndarray) -> list[int]:
@@ -60,7 +62,10 @@ def rows_apart(rows: np.ndarray, segments: list[list[int]]) -> list[list[list[in
 def tokens(tmp_path_factory) -> tuple[list[Path], list[Path]]:
     """Two training sources and a validation source."""
     folder = tmp_path_factory.mktemp("tokens")
-    training = [make_tokens(folder / "a", numbered(60), vocab_size=BIG), make_tokens(folder / "b", numbered(30, seed=1, first=10_000), vocab_size=BIG)]
+    training = [
+        make_tokens(folder / "a", numbered(60), vocab_size=BIG),
+        make_tokens(folder / "b", numbered(30, seed=1, first=10_000), vocab_size=BIG),
+    ]
     return training, [make_tokens(folder / "held", numbered(20, seed=2, first=50_000), vocab_size=BIG)]
 
 
@@ -104,7 +109,10 @@ def test_no_token_is_lost_repeated_or_out_of_order(tmp_path_factory, lengths, le
     documents = [list(range(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)]
     stream = Pieces([make_tokens(folder / "t", documents, vocab_size=BIG, group=group)], sequence_length=length, seed=seed, window=window)
     found = pack.fill(stream, Cursor(), rows=rows, bos=BOS)
-    split = rows_apart(found.tokens, [list(map(int, part)) for part in np.split(found.segments, np.flatnonzero(np.cumsum(found.segments) % (length + 1) == 0)[:-1] + 1)])
+    split = rows_apart(
+        found.tokens,
+        [list(map(int, part)) for part in np.split(found.segments, np.flatnonzero(np.cumsum(found.segments) % (length + 1) == 0)[:-1] + 1)],
+    )
     epoch, wanted = [], set(range(1, int(starts[-1])))
     for row in split:
         assert sum(map(len, row)) == length + 1
@@ -161,7 +169,9 @@ def test_a_piece_stays_within_its_window(tokens):
     assert len(windows) > 3
     for window, after in zip(windows, [*windows[1:], None], strict=True):
         mine = [stream.blocks[number] for number in order[window.block : after.block if after else None]]
-        assert {int(block[start]) for block, start in ((window.blocks[of], start) for of, start in zip(window.of, window.start, strict=True))} == {
+        assert {
+            int(block[start]) for block, start in ((window.blocks[of], start) for of, start in zip(window.of, window.start, strict=True))
+        } == {
             int(document.values[place].as_py()) for block in mine for document in block.read() for place in range(0, len(document), LENGTH)
         }
         assert len(window) >= 20 or after is None
@@ -185,11 +195,20 @@ def test_what_pack_makes(tmp_path, tokens):
     spec = packed(tmp_path / "p", training, held, vocab_size=BIG, budgets={"s": 12, "m": 20})
     out = tmp_path / "p"
     record = artifact.read(out, key=spec.key, content=True)
-    assert list(record["files"]) == ["budgets/m.json", "budgets/s.json", *(f"shards/{i:05}/rows.parquet" for i in range(3)), "validation/rows.parquet"]
-    assert record["inputs"] == {name: artifact.read(folder)["digest"] for name, folder in zip(sorted(spec.inputs), [*training, *held], strict=True)}
+    assert list(record["files"]) == [
+        "budgets/m.json",
+        "budgets/s.json",
+        *(f"shards/{i:05}/rows.parquet" for i in range(3)),
+        "validation/rows.parquet",
+    ]
+    assert record["inputs"] == {
+        name: artifact.read(folder)["digest"] for name, folder in zip(sorted(spec.inputs), [*training, *held], strict=True)
+    }
     small, large = (json.loads((out / "budgets" / f"{name}.json").read_text()) for name in "sm")
     assert small["rows"] == 12 and small["sequence_length"] == LENGTH and small["tokens"] == 12 * LENGTH
-    assert [(name, rows) for name, _, rows in small["shards"]] == [("00000", 8), ("00001", 4)] and [rows for _, _, rows in large["shards"]] == [8, 8, 4]
+    assert [(name, rows) for name, _, rows in small["shards"]] == [("00000", 8), ("00001", 4)] and [
+        rows for _, _, rows in large["shards"]
+    ] == [8, 8, 4]
     for name, digest, _ in large["shards"]:
         assert artifact.file_digest(out / "shards" / name / "rows.parquet") == digest
     assert small["key"] == pack.budget_key(spec, 12) != large["key"] and small["digest"] != large["digest"]
@@ -200,7 +219,9 @@ def test_what_pack_makes(tmp_path, tokens):
     for row, lengths in zip(rows, segments, strict=True):
         assert np.flatnonzero(row == BOS).tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
     validation = schemas.read(out / "validation" / "rows.parquet", "packed")
-    assert len(validation) == 4 and set(text(np.array(validation["tokens"].to_pylist()))) <= {token for document in numbered(20, seed=2, first=50_000) for token in document}
+    assert len(validation) == 4 and set(text(np.array(validation["tokens"].to_pylist()))) <= {
+        token for document in numbered(20, seed=2, first=50_000) for token in document
+    }
 
 
 @settings(max_examples=15, deadline=None)
@@ -231,7 +252,9 @@ def test_a_larger_budget_makes_only_what_is_new(tmp_path, tokens, monkeypatch):
     whole = tmp_path / "whole"
     packed(whole, *tokens, vocab_size=BIG, budgets={"m": 12})
     drop = {"provenance.json"}
-    assert {name: value for name, value in contents(out).items() if name not in drop} == {name: value for name, value in contents(whole).items() if name not in drop}
+    assert {name: value for name, value in contents(out).items() if name not in drop} == {
+        name: value for name, value in contents(whole).items() if name not in drop
+    }
 
 
 def test_keys_are_of_what_the_rows_depend_on(tokens):
@@ -239,7 +262,15 @@ def test_keys_are_of_what_the_rows_depend_on(tokens):
     same = pack_spec(*tokens, budgets={"other": 5}, epochs=7)
     assert pack.budget_key(base, 12) == pack.budget_key(same, 12) != pack.budget_key(base, 13)
     assert pack.shard_key(base, 0) == pack.shard_key(same, 0) and pack.validation_key(base) == pack.validation_key(same)
-    for name, value in {"sequence_length": 17, "seed": 1, "window": 21, "shard_rows": 9, "vocab_size": 101, "bos": 1, "validation_rows": 5}.items():
+    for name, value in {
+        "sequence_length": 17,
+        "seed": 1,
+        "window": 21,
+        "shard_rows": 9,
+        "vocab_size": 101,
+        "bos": 1,
+        "validation_rows": 5,
+    }.items():
         other = pack_spec(*tokens, **{name: value})
         assert (pack.budget_key(other, 12) != pack.budget_key(base, 12)) == (name != "validation_rows")
         assert (pack.validation_key(other) != pack.validation_key(base)) == (name != "shard_rows")
@@ -326,7 +357,13 @@ def test_stopped_and_continued_is_the_same(tmp_path, tokens, polls):
     asked = iter(range(1000))
     blocks = len(Pieces(tokens[0], sequence_length=LENGTH, seed=0, window=20).blocks)
     with pytest.raises(Stopped):
-        packed(tmp_path / "p", *tokens, vocab_size=BIG, budgets={"s": 40}, context=Context(stop_requested=lambda: next(asked) > polls * blocks // 2 + polls))
+        packed(
+            tmp_path / "p",
+            *tokens,
+            vocab_size=BIG,
+            budgets={"s": 40},
+            context=Context(stop_requested=lambda: next(asked) > polls * blocks // 2 + polls),
+        )
     assert not (tmp_path / "p" / "artifact.json").exists()
     packed(tmp_path / "p", *tokens, vocab_size=BIG, budgets={"s": 40})
     assert shards(tmp_path / "p") == shards(tmp_path / "whole")
@@ -360,7 +397,9 @@ main(pack.run, [{str(tmp_path / "spec.json")!r}, {str(out)!r}, *(word for one in
     }
 
 
-@pytest.mark.parametrize("name", ["shards/00001/rows.parquet", "shards/00001/cursor.json", "validation/rows.parquet", "budgets/s.json", "artifact.json"])
+@pytest.mark.parametrize(
+    "name", ["shards/00001/rows.parquet", "shards/00001/cursor.json", "validation/rows.parquet", "budgets/s.json", "artifact.json"]
+)
 def test_what_is_damaged_is_made_again(tmp_path, tokens, name):
     out = tmp_path / "p"
     packed(out, *tokens, vocab_size=BIG, budgets={"s": 20})

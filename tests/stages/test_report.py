@@ -124,7 +124,11 @@ def test_every_row_of_a_table_has_as_many_cells(text):
 
 def test_colours_follow_the_readers_light_or_dark(text):
     drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
-    assert not re.search(r"#[0-9a-f]{6}\b(?!\.)", re.sub(r'"#[^"]*"|url\(#[^)]*\)', "", drawings)) and "var(--c0)" in drawings and "var(--ink)" in drawings
+    assert (
+        not re.search(r"#[0-9a-f]{6}\b(?!\.)", re.sub(r'"#[^"]*"|url\(#[^)]*\)', "", drawings))
+        and "var(--c0)" in drawings
+        and "var(--ink)" in drawings
+    )
     names = set(re.findall(r"var\((--\w+)\)", text))
     light, dark = re.search(r":root \{(.*?)\}", text).group(1), re.search(r"dark\) \{\s*:root \{(.*?)\}", text).group(1)
     assert names <= set(re.findall(r"(--\w+):", light)) and names <= set(re.findall(r"(--\w+):", dark))

@@ -24,17 +24,29 @@ COUNT = 45  # in shards of 20, row groups of 6
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     random = np.random.default_rng(0)
-    make = lambda name, count: make_tokens(folder / name, [random.integers(1, BIG, random.integers(1, 60)).tolist() for _ in range(count)], vocab_size=BIG)  # noqa: E731
+    make = lambda name, count: make_tokens(
+        folder / name, [random.integers(1, BIG, random.integers(1, 60)).tolist() for _ in range(count)], vocab_size=BIG
+    )  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "GROUP_TOKENS", 6 * 17)
-        packed(folder / "p", [make("training", 60)], [make("held", 20)], vocab_size=BIG, shard_rows=20, budgets={"s": 12, "m": COUNT}, validation_rows=9)
+        packed(
+            folder / "p",
+            [make("training", 60)],
+            [make("held", 20)],
+            vocab_size=BIG,
+            shard_rows=20,
+            budgets={"s": 12, "m": COUNT},
+            validation_rows=9,
+        )
     return folder / "p"
 
 
 @pytest.fixture(scope="module")
 def whole(folder) -> tuple[np.ndarray, list[list[int]]]:
     tables = [schemas.read(path, "packed") for path in sorted((folder / "shards").glob("*/rows.parquet"))]
-    return np.concatenate([np.array(table["tokens"].to_pylist()) for table in tables]), [row for table in tables for row in table["segments"].to_pylist()]
+    return np.concatenate([np.array(table["tokens"].to_pylist()) for table in tables]), [
+        row for table in tables for row in table["segments"].to_pylist()
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +93,10 @@ def test_validation_rows(folder):
     opened = rows.validation(folder / "validation", verify=True)
     wanted = schemas.read(folder / "validation" / "rows.parquet", "packed")
     assert len(opened) == 9 and opened.sequence_length == 16
-    assert opened.read(0, 9)[0].tolist() == wanted["tokens"].to_pylist() and [row.tolist() for row in opened.read(0, 9)[1]] == wanted["segments"].to_pylist()
+    assert (
+        opened.read(0, 9)[0].tolist() == wanted["tokens"].to_pylist()
+        and [row.tolist() for row in opened.read(0, 9)[1]] == wanted["segments"].to_pylist()
+    )
 
 
 def cut(path: Path) -> None:

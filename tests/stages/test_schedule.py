@@ -14,7 +14,9 @@ def test_warm_up_is_linear_from_its_start_to_the_peak():
 
 def test_cosine_by_hand():
     # Quarters of the eight steps after the warm-up: (1 + cos(pi / 4)) / 2 = 0.853553, 1/2, 0.146447.
-    assert [learning_rate(step, **SMALL) for step in (6, 8, 10)] == pytest.approx([0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447], rel=1e-5)
+    assert [learning_rate(step, **SMALL) for step in (6, 8, 10)] == pytest.approx(
+        [0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447], rel=1e-5
+    )
 
 
 def test_the_papers_run():

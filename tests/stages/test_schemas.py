@@ -32,7 +32,11 @@ def write(path, table, places=()):
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.lists(row, min_size=1, max_size=12), first=st.lists(st.integers(0, 99), max_size=3), second=st.lists(st.integers(0, 99), max_size=3))
+@given(
+    rows=st.lists(row, min_size=1, max_size=12),
+    first=st.lists(st.integers(0, 99), max_size=3),
+    second=st.lists(st.integers(0, 99), max_size=3),
+)
 def test_the_digest_is_of_the_data_whatever_the_batches(tmp_path_factory, rows, first, second):
     folder = tmp_path_factory.mktemp("cuts")
     table = pa.Table.from_pylist(rows, SCHEMA)
@@ -91,7 +95,12 @@ def test_what_is_damaged_or_something_else_is_refused(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-20], whole[: len(whole) // 2], b"", b"PAR1"):
         path.write_bytes(damaged)
-        for look in (schemas.data_digest, schemas.recorded_digest, lambda path: schemas.read(path, "packed"), lambda path: schemas.metadata(path, "packed")):
+        for look in (
+            schemas.data_digest,
+            schemas.recorded_digest,
+            lambda path: schemas.read(path, "packed"),
+            lambda path: schemas.metadata(path, "packed"),
+        ):
             with pytest.raises(ValueError, match="not a whole Parquet file"):
                 look(path)
     start = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(0).column(0).data_page_offset

@@ -150,7 +150,12 @@ def test_a_pin_is_of_the_contents_in_the_names_order(tmp_path):
     lines = "".join(hashlib.sha256(text).hexdigest() + "\n" for text in (b"first", b"second"))
     pin = "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
     source = Source(role="training", files=["*.txt"])
-    assert sources.pin([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")]) == sources.pin([str(tmp_path)]) == sources.lock(source, tmp_path) == pin
+    assert (
+        sources.pin([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+        == sources.pin([str(tmp_path)])
+        == sources.lock(source, tmp_path)
+        == pin
+    )
     found = sources.digests(sources.expand([str(tmp_path)]))
     sources.check(found, pin, "it")
     sources.check(found, None, "it")

@@ -169,7 +169,10 @@ def test_an_added_file_leaves_the_other_units(tmp_path, files, vocabulary):
         more = tokenized(tmp_path / "more", vocabulary, files, threads=8)
     assert set(Shelf.fetched) == keys
     after = data(more)
-    assert all(after[f"{number:05}/tokens.parquet"] == (out / f"{number - 1:05}" / "tokens.parquet").read_bytes() for number in (1, 2)) and before
+    assert (
+        all(after[f"{number:05}/tokens.parquet"] == (out / f"{number - 1:05}" / "tokens.parquet").read_bytes() for number in (1, 2))
+        and before
+    )
 
 
 def test_fewer_files_or_other_parameters_leave_no_units_behind(tmp_path, files, vocabulary):

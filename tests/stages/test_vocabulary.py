@@ -97,7 +97,9 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path, spec, message):
     assert not (tmp_path / "v" / "artifact.json").exists()
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "gpt2", "size": 50000}, {"kind": "bpe", "size": 256}, {"kind": "word"}, {"kind": "bpe", "size": 300, "megabytes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"kind": "gpt2", "size": 50000}, {"kind": "bpe", "size": 256}, {"kind": "word"}, {"kind": "bpe", "size": 300, "megabytes": 0}]
+)
 def test_a_wrong_vocabulary_is_refused(wrong):
     with pytest.raises(ValidationError):
         Vocabulary.model_validate(wrong)
@@ -113,7 +115,11 @@ def test_the_fast_encoder_is_there(loaded, kind):
 
 
 characters = st.characters(exclude_categories=["Cs"])
-words = st.lists(st.sampled_from([*WORDS, " ", "\n", "\t", "\u00a0", "\u3000", "'s", "'LL", "<|endoftext|>", "\x1c", "a" * 50, "🙂"]) | st.text(characters, max_size=3), max_size=12)
+words = st.lists(
+    st.sampled_from([*WORDS, " ", "\n", "\t", "\u00a0", "\u3000", "'s", "'LL", "<|endoftext|>", "\x1c", "a" * 50, "🙂"])
+    | st.text(characters, max_size=3),
+    max_size=12,
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -134,7 +140,10 @@ def test_a_text_cut_at_safe_places_has_the_same_tokens(loaded, text, part):
     starts = [0, *ends[:-1]]
     assert ends[-1] == len(data) and all(b - a <= part for a, b in zip(starts, ends, strict=True))
     pieces = [data[a:b].tobytes().decode() for a, b in zip(starts, ends, strict=True)]  # whole characters
-    safe = all(tokenizer.safe_cut(data, a, b) == b or data[a:b].tobytes().decode()[-1:].strip() and chr(data[b]) in " \n" for a, b in zip(starts, ends[:-1], strict=False))
+    safe = all(
+        tokenizer.safe_cut(data, a, b) == b or data[a:b].tobytes().decode()[-1:].strip() and chr(data[b]) in " \n"
+        for a, b in zip(starts, ends[:-1], strict=False)
+    )
     if safe:
         for encoder in loaded.values():
             assert [token for piece in pieces for token in reference(encoder, piece)] == reference(encoder, text)
@@ -186,7 +195,10 @@ def test_without_a_wheel_the_reference_is_used_and_says_so(folders, kind, monkey
     with pytest.warns(UserWarning, match="gigatoken cannot be used here"):
         encoder = tokenizer.load(folders[kind])
     assert encoder.encoder == encoder.reference in ("tiktoken", "tokenizers")
-    assert encoder.encode(binary("a <|endoftext|> b", "x")).to_pylist() == [reference(encoder, "a <|endoftext|> b"), reference(encoder, "x")]
+    assert encoder.encode(binary("a <|endoftext|> b", "x")).to_pylist() == [
+        reference(encoder, "a <|endoftext|> b"),
+        reference(encoder, "x"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "bpe.json"])
@@ -214,4 +226,14 @@ def test_wikitext_has_the_known_number_of_gpt2_tokens(loaded):
 
 
 def test_specs_of_other_kinds_have_other_keys():
-    assert len({GPT2.key, bpe_spec().key, bpe_spec(301).key, Spec(stage="vocabulary", versions={"vocabulary": 2}, parameters={"kind": "gpt2"}).key}) == 4
+    assert (
+        len(
+            {
+                GPT2.key,
+                bpe_spec().key,
+                bpe_spec(301).key,
+                Spec(stage="vocabulary", versions={"vocabulary": 2}, parameters={"kind": "gpt2"}).key,
+            }
+        )
+        == 4
+    )
