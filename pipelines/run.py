@@ -82,6 +82,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
             "sources": _sources(stage, cell, context),
             "provenance": {"study": context["study"], "cell": cell, **commit()},
             "peak_flops": chip["flops"] * worker["count"] if chip else None,
+            "backend": worker.get("backend") or ("jax" if chip and chip["kind"] == "tpu" else "torch"),
         },
         threads=min(worker["cpus"], os.cpu_count() or 1),
         device="auto",

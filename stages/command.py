@@ -45,7 +45,8 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
         "--input", action="append", default=[], metavar="NAME=PATH", help="an input's folder, where it is not in the study's usual place"
     )
     parser.add_argument("--source", action="append", default=[], metavar="FILE", help="a data file or URL (vocabulary, tokenize), in order")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or tpu")
+    parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="whose arrays train and evaluate compute with")
     parser.add_argument("--threads", type=int, help="processor threads; the library's own choice if not given")
     options = parser.parse_args(arguments)
 
@@ -62,7 +63,7 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
         context = Context(
             threads=options.threads,
             device=options.device,
-            settings={"sources": options.source},
+            settings={"sources": options.source, "backend": options.backend},
             progress_file=options.out / "progress.jsonl",
             stop_requested=lambda: bool(stopping),
             on_progress=show,

@@ -1,8 +1,9 @@
-"""Where a model runs: the device, and the trainer that a context asks for. Nothing here is identity but what it is given."""
+"""Where a model runs: the framework, the device, and the trainer that a context asks for. Nothing here is identity but what it is given."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,23 +18,27 @@ if TYPE_CHECKING:
     from models.backends.torch import Trainer
 
 Precision = Literal["float32", "bfloat16"]
+NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}  # the libraries that each framework's trainer is made of
+SPREAD = ("devices", "fsdp", "rematerialise")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def device(context: Context, precision: Precision) -> str:
-    """The device a context means: "cpu" or "cuda", "auto" taking the GPU where there is one.
+def backend(context: Context) -> str:
+    """The framework that a context means, "torch" (also where it names none) or "jax". ValueError where it is unknown or not installed."""
+    found = context.settings.get("backend") or "torch"
+    if found not in NEEDS:
+        raise ValueError(f"Backend {found!r} was asked for; it is one of {', '.join(NEEDS)}.")
+    if missing := [name for name in NEEDS[found] if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"Backend {found} needs {' and '.join(missing)}, not installed here: pip install 'strata[tpu]', or use torch.")
+    return found
+
+
+def device(model: Model, context: Context, precision: Precision) -> str:
+    """The device a context means: "cpu", "cuda" or "tpu", "auto" taking the best there is.
 
     The precision is part of what is computed, so it is never changed to suit a device: ValueError where the device cannot do it.
     """
-    import torch
-
-    found = ("cuda" if torch.cuda.is_available() else "cpu") if context.device == "auto" else context.device
-    if found.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise ValueError("Device cuda was asked for and torch finds no GPU here: use --device cpu, or run where one is.")
-        if precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: set training.precision to float32, or run on another GPU.")
-    return found
+    return model.framework.find_device(context.device, precision=precision, threads=context.threads)
 
 
 def trainer(
@@ -49,11 +54,11 @@ def trainer(
     """The trainer of a model; without an optimizer, for scoring alone.
 
     The context's settings["compile"] says whether to compile; if it does not, training on a GPU does. Scoring sees too many shapes
-    and settings for that to pay: torch compiles a block for each, and gives up after eight.
+    and settings for that to pay: torch compiles a block for each, and gives up after eight. JAX always compiles; settings["devices"],
+    ["fsdp"] and ["rematerialise"] are its own (see models/backends/jax.py).
     """
-    from models.backends.torch import Trainer
-
-    return Trainer(
+    options = {name: context.settings[name] for name in SPREAD if context.settings.get(name) is not None} if model.backend == "jax" else {}
+    return model.framework.Trainer(
         model,
         optimizer=optimizer,
         seed=seed,
@@ -62,14 +67,8 @@ def trainer(
         deterministic=deterministic,
         threads=context.threads,
         compile=context.settings.get("compile", device != "cpu" and optimizer is not None),
+        **options,
     )
-
-
-def device_name(device: str) -> str:
-    """What provenance calls a device: a GPU by its model."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def segment_ids(lengths: list[np.ndarray], inputs: int) -> np.ndarray:

@@ -163,7 +163,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet), and over all of them perplexity.parquet and,
     as trained, positions.parquet.
 
-    inputs: "weights", "validation", "evaluation/<set>": their folders. context.settings: batch_tokens, compile.
+    inputs: "weights", "validation", "evaluation/<set>": their folders. context.settings: batch_tokens, backend, compile.
     Raises Stopped when asked to stop; the units that are complete are kept.
     """
     import kernels
@@ -174,7 +174,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         parameters = Parameters.model_validate(spec.parameters)
     except ValidationError as error:
         raise ValueError(f"This evaluation's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
-    model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size)
+    model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
     wanted = units_of(spec, parameters, model)
     missing = [unit for unit in wanted if not units.complete(out / unit.name, unit.key)]
     needed = {"weights", *(unit.input for unit in missing)} if missing else set()
@@ -184,7 +184,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     with engine.told_of_full_disk(out):
         if missing:
             scorer = Scorer(model, parameters, inputs["weights"], context)
-            facts["device"] = engine.device_name(scorer.device)
+            facts |= {"backend": model.backend, "device": model.framework.device_name(scorer.device)}
             for done, unit in enumerate(missing, start=len(wanted) - len(missing)):
                 context.fence()
                 scorer.progress = {"step": done, "of": len(wanted), "unit": unit.name}
@@ -259,7 +259,7 @@ class Scorer:
         from models import checkpoint
 
         self.parameters, self.context = parameters, context
-        self.device = engine.device(context, parameters.precision)
+        self.device = engine.device(model, context, parameters.precision)
         self.trainer = engine.trainer(model, context, device=self.device, precision=parameters.precision)
         self.trainer.load_weights(checkpoint.load(weights / "weights.safetensors")[0])
         self.batch_tokens = context.settings.get("batch_tokens", BATCH_TOKENS)

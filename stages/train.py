@@ -92,7 +92,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone).
 
     inputs: "budget", the file packed/budgets/<budget>.json. context.settings: peak_flops (of the device, for MFU), micro_batch
-    (sequences at once; found out if not given), compile. Raises Stopped when asked to stop, with a checkpoint saved.
+    (sequences at once on each device; found out if not given), backend, compile, devices, fsdp, rematerialise (see stages/engine.py). Raises Stopped when asked to stop, with a checkpoint saved.
     """
     try:
         parameters = Parameters.model_validate(spec.parameters)
@@ -123,7 +123,9 @@ class Run:
 
         self.spec, self.parameters, self.out, self.context = spec, parameters, out, context
         self.started = time.time()
-        self.model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size)
+        self.model = models.build(
+            parameters.model, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context)
+        )
         if reason := self.model.trainable:
             raise ValueError(f"This model cannot be trained: {reason}.")
         self.input_digest, rows = _open(budget, spec, parameters)
@@ -136,9 +138,10 @@ class Run:
         self.seconds: deque[float] = deque(maxlen=32)  # of the last steps
         self.shown = float("-inf")
         self.checkpoint_every = context.settings.get("checkpoint_every", parameters.checkpoint_every)
-        self.micro_batch = context.settings.get("micro_batch") or at_once(parameters.batch, parameters.sequence_length)
-        self.device = engine.device(context, parameters.precision)
+        self.device = engine.device(self.model, context, parameters.precision)
         self.trainer, self.step, self.saved = self._trainer(), 0, -1
+        self.share = parameters.batch // self.trainer.devices  # of a batch, what one device takes
+        self.micro_batch = context.settings.get("micro_batch") or at_once(self.share, parameters.sequence_length)
         self.restore()
         self.resumed_from = self.step
 
@@ -215,6 +218,8 @@ class Run:
         began = time.perf_counter()
         tokens_BT1, segments_BT = self.batches[index]
         measured = self._step(tokens_BT1, learning_rate=rate, segments=segments_BT, targets_mask=tokens_BT1[:, 1:] != p.bos)
+        if measured is None:
+            return
         row |= {"loss": measured["loss"], "grad_norm": measured["grad_norm"]}
         row |= self._speed(time.perf_counter() - began, measured.get("cg_steps"))
         row |= {name: value for name, value in measured.items() if name not in MEASURES}
@@ -224,23 +229,27 @@ class Run:
             height = self.spikes.height(row["loss"])
             self._record(row | {"event": None if height is None else f"spike: {height:.3g} nats above the median"})
 
-    def _step(self, tokens_BT1: np.ndarray, **given: Any) -> dict[str, float]:
-        """The trainer's step, with fewer sequences at once from here on where they do not fit in memory: the gradient is the same sum."""
-        import torch
+    def _step(self, tokens_BT1: np.ndarray, **given: Any) -> dict[str, float] | None:
+        """The trainer's step, with fewer sequences at once from here on where they do not fit in memory: the gradient is the same sum.
 
+        None where the trainer's weights went with the memory: the run then stands where its last checkpoint was.
+        """
         while True:
             try:
                 return self.trainer.step(tokens_BT1, micro_batch=self.micro_batch, skip_nonfinite=True, **given)
-            except torch.OutOfMemoryError as error:
+            except MemoryError as error:
                 if self.micro_batch == 1:
                     raise ValueError(
-                        f"One sequence of {self.parameters.sequence_length} tokens does not fit in the memory of {self.device} "
-                        f"({str(error).splitlines()[0]}). Run this cell on a larger device."
+                        f"One sequence of {self.parameters.sequence_length} tokens does not fit in the memory of {self.device} ({error}). "
+                        "Run this cell on a larger device."
                     ) from error
-            smaller = at_once(self.parameters.batch, self.parameters.sequence_length, below=self.micro_batch)
+            smaller = at_once(self.share, self.parameters.sequence_length, below=self.micro_batch)
             self._note(f"{self.micro_batch} sequences at once do not fit in the memory of {self.device}; going on with {smaller}.")
             self.micro_batch = smaller
-            torch.cuda.empty_cache()
+            if self.trainer.lost:
+                self.trainer = self._trainer()
+                self.restore()
+                return None
 
     def _speed(self, seconds: float, solver_steps: float | None) -> Row:
         """Tokens per second and MFU; `solver_steps` are those really taken. A multiply-add is two FLOPs; recomputation never counts."""
@@ -323,7 +332,8 @@ class Run:
             self.spec,
             self.context,
             started=self.started,
-            device=engine.device_name(self.device),
+            backend=self.model.backend,
+            device=self.model.framework.device_name(self.device),
             kernels=kernels.chosen(),
             micro_batch=self.micro_batch,
             resumed_from=self.resumed_from,

@@ -35,8 +35,13 @@ def to_numpy(value: jax.Array) -> np.ndarray:
     return np.array(value)
 
 
-def find_device(asked: str, precision: str) -> str:
-    """ "cpu", "cuda" or "tpu"; `asked` may be "auto", which takes the best there is. ValueError where what was asked for is not here."""
+def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:
+    """ "cpu", "cuda" or "tpu"; `asked` may be "auto", which takes the best there is. ValueError where what was asked for is not here.
+
+    threads: of a CPU; they are set when a process first uses JAX, so here.
+    """
+    if threads:
+        os.environ.setdefault("NPROC", str(threads))  # what XLA's CPU client makes its threads by
     if asked == "cpu":
         jax.config.update("jax_platforms", "cpu")  # else the kernels, and the memory, of an accelerator that is here would be taken
     found = PLATFORMS.get(jax.default_backend(), jax.default_backend())
@@ -56,8 +61,8 @@ class Trainer:
 
     device: "cpu", "cuda" or "tpu". devices: how many of them (None: all that this process sees). fsdp: over how many of them each
     parameter is split (a divisor of devices); more than 1 implies rematerialise. rematerialise: compute what is inside a block again in
-    the backward pass instead of keeping it. compile: always. threads: of a CPU; only the first Trainer or operation of a process sets them.
-    deterministic: a CPU and a TPU are anyway.
+    the backward pass instead of keeping it. compile: always. threads: `find_device` has set them. deterministic: a CPU and
+    a TPU are anyway.
     Raises ValueError for a model without a forward pass, an unknown precision, and devices that are not here.
     """
 
@@ -72,8 +77,6 @@ class Trainer:
             raise ValueError(f"precision is {precision!r}; it is one of {', '.join(PRECISIONS)}.")
         if precision == "float64" and not jax.config.jax_enable_x64:
             raise ValueError("precision is 'float64', which JAX makes float32 unless the environment has JAX_ENABLE_X64=1; set it.")
-        if threads:
-            os.environ.setdefault("NPROC", str(threads))  # what XLA's CPU client makes its threads by
         here = jax.devices(device)
         if (devices or 1) > len(here):
             raise ValueError(f"{devices} devices were asked for and JAX finds {len(here)} here: ask for fewer, or run where they are.")

@@ -40,8 +40,11 @@ def to_numpy(value: torch.Tensor) -> np.ndarray:
     return value.detach().to("cpu", copy=True).numpy()
 
 
-def find_device(asked: str, precision: str) -> str:
-    """ "cpu" or "cuda"; `asked` may be "auto", which takes the GPU where there is one. ValueError where it is not here, or lacks the precision."""
+def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:
+    """ "cpu" or "cuda"; `asked` may be "auto", which takes the GPU where there is one. ValueError where it is not here, or lacks the precision.
+
+    threads: the Trainer sets them.
+    """
     found = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
     if found.startswith("cuda"):
         if not torch.cuda.is_available():

@@ -363,15 +363,13 @@ def test_rollbacks_are_bounded(out, budget, wrapped, monkeypatch):
 
 
 def test_sequences_at_once_are_halved_until_they_fit(out, budget, undisturbed, monkeypatch):
-    import torch
-
     asked, make = [], engine.trainer
 
     class Small(Wrapped):
         def step(self, tokens: np.ndarray, **options: Any) -> dict[str, float]:
             asked.append(options["micro_batch"])
             if options["micro_batch"] > self.bad:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+                raise MemoryError("CUDA out of memory. Tried to allocate 3 GiB")
             return self.trainer.step(tokens, **options)
 
     monkeypatch.setattr(engine, "trainer", lambda *given, **options: Small(make(*given, **options), fits, [], []))
