@@ -42,6 +42,7 @@ class Study:
         self.write(self.params)
         (root / ".dvc").mkdir()
         shutil.copyfile(ROOT / ".dvc" / "config", root / ".dvc" / "config")
+        shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
         (root / ".dvc" / ".gitignore").write_text("/config.local\n/tmp\n/cache\n")
         self.git("init", "-q", "-b", "main")
         self.commit("Begin")
