@@ -1,6 +1,6 @@
 """The backbone every layer sits on: a pre-norm decoder in the manner of Llama 2 (MesaNet, section 4, E.1 and G.2).
 
-    x = sqrt(D) embedding[token];  each block: x += layer(RMSNorm(x)), x += MLP(RMSNorm(x))
+    x = sqrt(D) embedding[token];  each block: x += layer(RMSNorm(x)), x += MLP(RMSNorm(x))    (some layers: no MLP)
     MLP(x) = (SiLU(x W_gate) * x W_up) W_down;  logits = 30 tanh(RMSNorm(x) embedding^T / 30)
 
 Shapes: B batch, T time, D width, M MLP width, V vocabulary.
@@ -48,12 +48,14 @@ class Model:
             block = {
                 "mixer_norm": norm,
                 **prefixed("mixer", layer.parameters()),
+            }
+            mlp = {
                 "mlp_norm": norm,
                 "mlp.gate": Parameter((self.width, self.mlp), axes=("width", "mlp")),
                 "mlp.up": Parameter((self.width, self.mlp), axes=("width", "mlp")),
                 "mlp.down": Parameter((self.mlp, self.width), residual, axes=("mlp", "width")),
             }
-            table.update(prefixed(f"blocks.{index}", block))
+            table.update(prefixed(f"blocks.{index}", block | mlp if layer.mlp else block))
         return {**table, "final_norm": norm}
 
     @cached_property
@@ -72,7 +74,8 @@ class Model:
         steps: solver steps taken by layers that have a solver (None: their cap). training: forward and backward; a solver runs once
         in each; recomputed activations are not counted.
         """
-        dense = len(self.layers) * product(3, self.width, self.mlp) + product(self.vocab_size, self.width)
+        mlps = sum(layer.mlp for layer in self.layers)
+        dense = mlps * product(3, self.width, self.mlp) + product(self.vocab_size, self.width)
         layers = sum(layer.flops(length, steps=steps, training=training) for layer in self.layers)
         return (TRAINING if training else 1) * dense + layers
 
@@ -113,6 +116,8 @@ class Model:
         else:
             y, state = layer.forward(mixer, z, state, segments, ops=ops, record=record)
         x = x + y
+        if not layer.mlp:
+            return x, state, record
         z = ops.rms_norm(x, p["mlp_norm"], eps=NORM_EPSILON)
         hidden = ops.silu(linear(z, p["mlp.gate"], ops=ops)) * linear(z, p["mlp.up"], ops=ops)
         return x + linear(hidden, p["mlp.down"], ops=ops), state, record

@@ -14,13 +14,15 @@ from models.layers.layer import Array, product
 from models.layers.matrix import CHUNK, MatrixLayer, readout_flops
 
 
-def delta_flops(length: int, key_size: int) -> float:
-    """The chunked delta rule of one head, a token: 10CK + 6K^2.
+def delta_flops(length: int, key_size: int, value_size: int) -> float:
+    """The chunked delta rule of one head, a token: 6CK + 4CV + 6KV.
 
-    Read-out 4CK + 2K^2; keys against keys, and the triangle's inverse times keys and values, 6CK; what the state holds
-    already, and its update, 4K^2. The inverse itself (C^2 / 3) is left out.
+    Read-out 2CK + 2CV + 2KV; keys against keys, and the triangle's inverse times keys and values, 4CK + 2CV; what the state
+    holds already, and its update, 4KV. The inverse itself (C^2 / 3) is left out.
     """
-    return readout_flops(length, key_size) + product(3, min(CHUNK, length), key_size) + product(2, key_size, key_size)
+    chunk = min(CHUNK, length)
+    solved = product(chunk, 2 * key_size + value_size)
+    return readout_flops(length, key_size, value_size) + solved + product(2, key_size, value_size)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class DeltaNet(MatrixLayer):
 
     def recurrence_flops(self, length: int) -> float:
         """The delta rule's."""
-        return delta_flops(length, self.key_size)
+        return delta_flops(length, self.key_size, self.value_size)
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """beta."""
         return (ops.sigmoid(gates["write"]),)

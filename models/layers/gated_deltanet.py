@@ -24,8 +24,8 @@ class GatedDeltaNet(MatrixLayer):
 
     def recurrence_flops(self, length: int) -> float:
         """The delta rule's; decay costs no product."""
-        return delta_flops(length, self.key_size)
+        return delta_flops(length, self.key_size, self.value_size)
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """beta and log gamma."""
-        return ops.sigmoid(gates["write"]), ops.log_sigmoid(gates["forget"])
+        return ops.sigmoid(gates["write"]), self.log_decay(p, gates, ops=ops)

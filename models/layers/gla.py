@@ -21,6 +21,6 @@ class GLA(MatrixLayer):
     operation = staticmethod(kernel.linear_attention)
     one_token = staticmethod(kernel.step)
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """log gamma and beta."""
-        return ops.log_sigmoid(gates["forget"]), ops.sigmoid(gates["write"])
+        return self.log_decay(p, gates, ops=ops), ops.sigmoid(gates["write"])

@@ -28,6 +28,8 @@ class Layer:
     key_size: int
 
     name: ClassVar[str]
+    mlp: ClassVar[bool] = True
+    """Whether the block has an MLP behind this layer."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -36,7 +38,7 @@ class Layer:
 
     @property
     def inner(self) -> int:
-        """Width of queries, keys and values over all heads."""
+        """Width of queries and keys over all heads."""
         return self.heads * self.key_size
 
     @property

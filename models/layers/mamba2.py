@@ -23,6 +23,6 @@ class Mamba2(MatrixLayer):
     operation = staticmethod(kernel.linear_attention)
     one_token = staticmethod(kernel.step)
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """log gamma."""
-        return (ops.log_sigmoid(gates["forget"]),)
+        return (self.log_decay(p, gates, ops=ops),)

@@ -68,10 +68,10 @@ class Mesa(MatrixLayer):
             "lambda": Parameter((self.heads, self.key_size), constant(start), decay=False, axes=("heads", "key")),
         }
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """log gamma, beta, and Lambda's diagonal [H, K]."""
         beta = ops.sigmoid(gates["write"])
-        log_decay = ops.log_sigmoid(gates["forget"]) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
+        log_decay = self.log_decay(p, gates, ops=ops) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
         return log_decay, beta, self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
 
     def settings(self) -> dict[str, Any]:
@@ -90,9 +90,9 @@ class Mesa(MatrixLayer):
         """
         steps = (self.steps if steps is None else steps) if self.solve else 0
         common = self.around_flops() + self.heads * (self.recurrence_flops(length) + product(self.key_size, self.key_size))
-        solve = self.heads * steps * readout_flops(length, self.key_size)
+        solve = self.heads * steps * readout_flops(length, self.key_size, self.key_size)
         return (TRAINING * common + SOLVES_IN_TRAINING * solve) if training else common + solve
 
     def state_floats(self, length: int) -> int:
         """G and H."""
-        return 2 * super().state_floats(length)
+        return super().state_floats(length) + self.heads * self.key_size**2

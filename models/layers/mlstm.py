@@ -45,13 +45,15 @@ class MLSTM(MatrixLayer):
         return super().recurrence_flops(length) + product(2, self.key_size)
 
     def state_floats(self, length: int) -> int:
-        """K^2 and the normaliser's K a head."""
-        return self.heads * (self.key_size**2 + self.key_size)
+        """K V and the normaliser's K a head."""
+        return super().state_floats(length) + self.heads * self.key_size
 
-    def prepare(self, q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, *, ops: ModuleType) -> tuple[Array, Array, Array]:
+    def prepare(
+        self, q_BTHK: Array, k_BTHK: Array, v_BTHV: Array, gates: dict[str, Array], *, ops: ModuleType
+    ) -> tuple[Array, Array, Array]:
         """Keys over sqrt(K)."""
-        return q_BTHK, k_BTHK * self.key_size**-0.5, v_BTHK
+        return q_BTHK, k_BTHK * self.key_size**-0.5, v_BTHV
 
-    def operands(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> tuple[Array, ...]:
+    def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """log i and log f."""
-        return gates["write"], ops.log_sigmoid(gates["forget"])
+        return gates["write"], self.log_decay(p, gates, ops=ops)

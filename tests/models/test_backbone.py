@@ -6,6 +6,7 @@ import torch
 
 from models import build
 from models.backends.torch import Trainer
+from models.layers import LAYERS
 
 SCALE = {"layers": 3, "width": 32, "heads": 2, "key_size": 16, "mlp": 40}
 OPTIMIZER = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -94,6 +95,49 @@ def test_unsolved_mesa_is_gated_linear_attention():
     params, tokens = mesa.init(0), torch.arange(20)[None]
     shared = {name: value for name, value in params.items() if not name.endswith("lambda")}
     assert (mesa.forward(params, tokens) - gla.forward(shared, tokens)).abs().max() < 1e-5
+
+
+def test_palimpsa_without_metaplasticity_is_gated_linear_attention_in_its_block(monkeypatch):
+    """The same names, the same weights; the read-out's scale apart, which gla does not have."""
+    plain = build({"layer": "palimpsa_d", "metaplasticity": False}, SCALE, vocab_size=50)
+    gla = build({"layer": "gla", "forget_gate": "mamba", "convolve_values": True, "output_gate": True, "skip": True}, SCALE, vocab_size=50)
+    params, tokens = plain.init(0), torch.arange(20)[None]
+    assert set(params) == set(gla.table)
+    monkeypatch.setattr(LAYERS["palimpsa_d"], "settings", lambda self: {})
+    assert (plain.forward(params, tokens) - gla.forward(params, tokens)).abs().max() < 1e-5
+
+
+def test_under_a_huge_prior_palimpsa_is_without_metaplasticity():
+    """Mamba2's limit in the block: values of any size, as the norm takes the prior away."""
+    for layer in ("palimpsa_d", "palimpsa_m"):
+        models = [
+            build({"layer": layer, "skip": False} | entry, SCALE, vocab_size=50)
+            for entry in ({"prior": 1e6}, {"metaplasticity": False}, {})
+        ]
+        params, tokens = models[0].init(0), torch.arange(20)[None]
+        params = {name: value * 1e13 if name.endswith("mixer.v") else value for name, value in params.items()}
+        huge, plain, ordinary = (model.forward({name: params[name] for name in model.table}, tokens) for model in models)
+        assert (huge - plain).abs().max() < 1e-4 < 1e-3 < (ordinary - plain).abs().max()
+
+
+def test_rls_mesa_is_mesa_until_something_is_forgotten():
+    """The same weights: Mesa with its gamma at 1, solved exactly."""
+    rls, mesa = (
+        build({"layer": "rls_mesa"}, SCALE, vocab_size=50),
+        build({"layer": "mesa", "eps": 0.0, "forget_bound": 1.0}, SCALE, vocab_size=50),
+    )
+    params, tokens = rls.init(0), torch.arange(20)[None]
+    shut = {name: mesa.table[name].init(np.random.default_rng(0), mesa.table[name].shape, 3) for name in mesa.table if name not in params}
+    shut = {name: torch.from_numpy(value * 0 + (40 if name.endswith("bias") else 0)) for name, value in shut.items()}
+    assert {name.rpartition(".")[2] for name in shut} == {"forget", "forget_bias"}
+    assert (mesa.forward(params | shut, tokens) - rls.forward(params, tokens)).abs().max() < 1e-5
+
+
+def test_a_block_may_have_no_mlp():
+    model = build({"pattern": [{"layer": "palimpsa_m"}, {"layer": "gla"}]}, SCALE, vocab_size=50)
+    names = [name for name in model.table if "mlp" in name]
+    assert names == [f"blocks.1.{name}" for name in ("mlp_norm", "mlp.gate", "mlp.up", "mlp.down")]
+    assert model.forward(model.init(0), torch.arange(5)[None]).isfinite().all()
 
 
 def test_a_setting_that_no_layer_has_is_refused():

@@ -3,11 +3,12 @@
 A curve may differ from the stored one by a relative 2e-4, which covers other processors and library versions. Gated layers amplify
 rounding: RMSNorm(o) turns over where k . q passes 0. At this learning rate, weights changed by 1e-6 move the curves by at most 1.6e-4
 (mamba2; attention and hawk: 2e-7), sums in another order by a tenth of that; at 1e-2 both reach 1 %. When a change of numbers is meant, raise the layer's version (or the backbone's) in
-stages/versions.yaml and store the new curve: `python tests/models/test_golden.py`.
+stages/versions.yaml and store the new curve: `python tests/models/test_golden.py LAYER` (all layers' without a name).
 """
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,6 @@ def test_curves_tell_layers_apart():
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for layer in LAYERS:
+    for layer in sys.argv[1:] or LAYERS:
         record = {"versions": versions(layer), "losses": [round(loss, 6) for loss in curve(layer)]}
         (FOLDER / f"{layer}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -15,6 +15,7 @@ from models.layers import LAYERS
 from models.layers.layer import Layer
 from models.parameters import Parameter
 
+BLOCK = {"forget_gate": "mamba", "convolve_values": True, "output_gate": True, "value_expansion": 2, "skip": True}
 SCALE = {"layers": 2, "width": 48, "heads": 2, "key_size": 16, "mlp": 64}
 VOCABULARY, BOUND = 61, 3e-5
 ENTRIES = {name: {"layer": name} for name in LAYERS if build_layer({"layer": name}, SCALE).trainable is None}
@@ -24,6 +25,15 @@ ENTRIES |= {
     "mesa_start": {"layer": "mesa", "steps": 0},
     "mesa_unsolved": {"layer": "mesa", "solve": False},
     "gla_values": {"layer": "gla", "convolve_values": True},
+    "mamba2_mamba": {"layer": "mamba2", "forget_gate": "mamba", "skip": True},
+    "gated_deltanet_block": {"layer": "gated_deltanet", **BLOCK},
+    "mesa_block": {"layer": "mesa", "value_expansion": 2, "output_gate": True},
+    "mlstm_block": {"layer": "mlstm", **BLOCK},
+    "rls_mesa_forgetting": {"layer": "rls_mesa", "forget_minimum": 0.97},
+    "palimpsa_d_wide": {"layer": "palimpsa_d", "value_expansion": 2, "rank": 5, "prior": 0.5},
+    "palimpsa_d_plain": {"layer": "palimpsa_d", "metaplasticity": False},
+    "palimpsa_m_groups": {"layer": "palimpsa_m", "groups": 1, "value_expansion": 1.5},
+    "palimpsa_m_plain": {"layer": "palimpsa_m", "metaplasticity": False},
     "gla_attention": {"pattern": [{"layer": "gla"}, {"layer": "attention"}]},
     "hawk_mesa": {"pattern": [{"layer": "hawk"}, {"layer": "mesa"}]},
 }
@@ -163,7 +173,7 @@ def test_states_continue_their_segment_and_reset_at_another(name):
         assert difference(torch.cat((first, second), 1), expected) < BOUND, cut
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "swa"])  # a compilation each: seconds
+@pytest.mark.parametrize("name", [*LAYERS, "swa", "gated_deltanet_block"])  # a compilation each: seconds
 def test_torch_equals_jax(name):
     """The same weights give the same logits and the same gradients through the same code."""
     jax = pytest.importorskip("jax")

@@ -26,7 +26,18 @@ MILLIONS = {  # spec/mesanet.md section 2, at vocabulary 50,257
     "gla": ("146.19", "433.92", "937.49"),
     "gated_deltanet": ("146.19", "433.92", "937.49"),
     "mlstm": ("146.19", "433.92", "937.49"),
+    "rls_mesa": ("146.14", "433.72", "937.01"),  # Mesa's without a forget gate
     "hawk_mesa": ("147.28", "435.83", "937.43"),
+}
+BLOCK = {"forget_gate": "mamba", "convolve_values": True, "output_gate": True}
+SECOND = {  # layers, width, heads, key size, MLP, and millions at vocabulary 32,000 (spec: Palimpsa, section 4)
+    "D 170M": ({"layer": "palimpsa_d"}, (19, 768, 16, 48, 2048), 172),
+    "D 170M expanded": ({"layer": "palimpsa_d", "value_expansion": 2}, (19, 768, 16, 48, 2048), 207),
+    "D 760M": ({"layer": "palimpsa_d", "value_expansion": 2}, (19, 1536, 16, 96, 4096), 776),
+    "M 170M": ({"layer": "palimpsa_m"}, (30, 768, 16, 48, 1), 170),
+    "M 760M": ({"layer": "palimpsa_m"}, (38, 1536, 16, 96, 1), 785),
+    "Gated DeltaNet 760M": ({"layer": "gated_deltanet", **BLOCK}, (23, 1536, 16, 96, 4096), 756),
+    "Transformer++ 170M": ({"layer": "attention"}, (20, 768, 16, 48, 2048), 166),
 }
 INITIAL = (0.04456978, 0.5013487, 0.1987742, 0.19840294)
 TINY = {"layers": 2, "width": 64, "heads": 2, "key_size": 32, "mlp": 96}
@@ -36,6 +47,33 @@ TINY = {"layers": 2, "width": 64, "heads": 2, "key_size": 32, "mlp": 96}
 def test_counts_are_the_papers(name):
     counts = tuple(f"{build(MODELS[name], scale, vocab_size=50257).parameters / 1e6:.2f}" for scale in SCALES.values())
     assert counts == MILLIONS[name]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_counts_are_the_second_papers(name):
+    model, sizes, millions = SECOND[name]
+    scale = dict(zip(("layers", "width", "heads", "key_size", "mlp"), sizes, strict=True))
+    assert round(build(model, scale, vocab_size=32000).parameters / 1e6) == millions
+
+
+def test_palimpsa_m_by_hand():
+    d, h, n, blocks, vocabulary = 768, 16, 48, 30, 32000
+    inner, rank = 2 * d, d // 16
+    mixer = d * (2 * inner + 2 * h * n + h) + inner * d + 5 * (inner + 2 * h * n) + rank * (d + inner) + inner + 4 * h
+    scale = {"layers": blocks, "width": d, "heads": h, "key_size": n, "mlp": 1}
+    assert build({"layer": "palimpsa_m"}, scale, vocab_size=vocabulary).parameters == vocabulary * d + blocks * (mixer + d) + d
+    plain = build({"layer": "palimpsa_m", "metaplasticity": False}, scale, vocab_size=vocabulary)
+    assert plain.parameters == vocabulary * d + blocks * (mixer - rank * (d + inner) - h + d) + d
+
+
+def test_palimpsa_starts_as_its_code_does():
+    """Step sizes in [1e-3, 1e-1], rates up to 16, softplus(1) on beta, a skip of 1, the beta branch's second matrix uniform."""
+    values = initialise(build({"layer": "palimpsa_d"}, TINY | {"heads": 64, "key_size": 8}, vocab_size=32).table, seed=0, blocks=2)
+    p = {name.removeprefix("blocks.0.mixer."): value for name, value in values.items()}
+    step, rate = np.log1p(np.exp(p["forget_bias"].astype(float))), np.exp(p["forget_rate"])
+    assert 1e-3 <= step.min() < 2e-3 and 5e-2 < step.max() <= 1e-1 and 0 < rate.min() < 1 and 12 < rate.max() <= 16
+    assert (p["beta_scale"] == 1).all() and (p["skip"] == 1).all() and p["beta_in"].shape == (64, 4)
+    assert 0.45 < np.abs(p["beta_out"]).max() <= 0.5 and p["beta_out"].std() == pytest.approx(0.5 / 3**0.5, rel=0.05)
 
 
 def test_mesa_by_hand():
@@ -60,8 +98,10 @@ def test_every_parameter_starts_as_said(name):
         return np.std(np.concatenate([value.ravel() for key, value in values.items() if key.endswith(ending)]))
 
     assert deviation("embedding") == pytest.approx(64**-0.5, rel=0.02)
-    assert deviation("mlp.gate") == pytest.approx(64**-0.5, rel=0.02)
-    assert deviation("mlp.down") == pytest.approx((2 / 8 / 96) ** 0.5, rel=0.02)
+    assert any("mlp" in key for key in values) is LAYERS[name].mlp
+    if LAYERS[name].mlp:
+        assert deviation("mlp.gate") == pytest.approx(64**-0.5, rel=0.02)
+        assert deviation("mlp.down") == pytest.approx((2 / 8 / 96) ** 0.5, rel=0.02)
     fan = values["blocks.0.mixer.out"].shape[0]
     assert deviation("mixer.out") == pytest.approx((2 / 8 / fan) ** 0.5, rel=0.02)
     assert deviation("mixer.x" if name == "hawk" else "mixer.q") == pytest.approx(64**-0.5, rel=0.02)
@@ -87,11 +127,14 @@ def test_adding_a_parameter_changes_no_other():
     assert not (initialise(table, seed=2, blocks=2)["one"] == before["one"]).any()
 
 
+SCALARS = ("lambda", "decay", "forget_rate", "skip", "beta_scale")
+
+
 def test_weight_decay_leaves_out_embeddings_norms_biases_and_scalars():
     for name in LAYERS:
         for key, parameter in build({"layer": name}, TINY, vocab_size=32).table.items():
             plain = key.rpartition(".")[2]
-            excluded = plain == "embedding" or "norm" in plain or plain.endswith("bias") or plain in ("lambda", "decay")
+            excluded = plain == "embedding" or "norm" in plain or plain.endswith("bias") or plain in SCALARS
             assert parameter.decay is not excluded, key
 
 
@@ -134,6 +177,16 @@ def test_tables_need_no_framework():
         ({"layers": "mesa"}, {}, "names its `layer`"),
         ({"layer": "mesa"}, {"width": 0}, "`width`"),
         ({"layer": "mesa"}, {"widht": 3}, "did you mean 'width'"),
+        ({"layer": "gla", "forget_gate": "mambo"}, {}, "'sigmoid' or 'mamba'"),
+        ({"layer": "deltanet", "forget_gate": "mamba"}, {}, "forgets nothing"),
+        ({"layer": "rls_mesa", "forget_gate": "mamba"}, {}, "forgets nothing"),
+        ({"layer": "rls_mesa", "forget_minimum": 0}, {}, "forget_minimum is 0"),
+        ({"layer": "gla", "value_expansion": 1.3}, {}, "whole number"),
+        ({"layer": "palimpsa_d", "rank": 0}, {}, "rank is 0"),
+        ({"layer": "palimpsa_d", "prior": 0}, {}, "prior is 0"),
+        ({"layer": "palimpsa_m", "groups": 3}, {}, "groups is 3"),
+        ({"layer": "palimpsa_m", "forget_gate": "sigmoid"}, {}, "must be 'mamba'"),
+        ({"layer": "palimpsa_d", "metaplasticty": False}, {}, "did you mean 'metaplasticity'"),
         ({"layer": "hawk"}, {"width": 66, "heads": 4}, "do not divide"),
     ],
 )
