@@ -103,7 +103,11 @@ def test_a_run_begun_under_one_goes_on_under_the_other(study, tmp_path, first, s
 @pytest.mark.parametrize("trained", ["torch", "jax"])
 def test_either_scores_what_the_other_trained(study, tmp_path, trained):
     spec = evaluate_spec(weights=SPEC, sets=["books"], lengths=[16], settings={"cg-1": {"steps": 1, "eps": 0.0}})
-    inputs = {"weights": study[trained], "validation": study["budget"].parents[1] / "validation", "evaluation/books": study["evaluation/books"]}
+    inputs = {
+        "weights": study[trained],
+        "validation": study["budget"].parents[1] / "validation",
+        "evaluation/books": study["evaluation/books"],
+    }
     nll = {}
     for backend in ("torch", "jax"):
         out = tmp_path / backend
