@@ -33,30 +33,57 @@ def test_greedy_is_the_forward_passs(name):
     assert (generate(model, params, prompt, 9) == greedy_by_forward(model, params, prompt, 9)).all()
 
 
+def prompts_of(sizes):
+    """(prompts, the same padded in front, their segments)."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 40, size) for size in sizes]
+    padded, ids = np.zeros((len(sizes), max(sizes)), np.int64), np.full((len(sizes), max(sizes)), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, max(sizes) - len(prompt) :], ids[row, max(sizes) - len(prompt) :] = prompt, 0
+    return prompts, padded, ids
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_prompts_of_different_lengths(name):
     """Padded in front, each row goes on as it does alone."""
     model, params = model_and_params(name)
-    random = np.random.default_rng(0)
-    prompts = [random.integers(0, 40, size) for size in (3, 8)]
-    padded, ids = np.zeros((2, 8), np.int64), np.full((2, 8), -1, np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, 8 - len(prompt) :], ids[row, 8 - len(prompt) :] = prompt, 0
+    prompts, padded, ids = prompts_of((3, 8))
     together = generate(model, params, padded, 6, segments_BP=ids)
     for row, prompt in enumerate(prompts):
         assert (together[row] == generate(model, params, prompt[None], 6)[0]).all()
+
+
+@pytest.mark.parametrize("name", ["attention", "mesa"])
+def test_jax_generates_the_same(name):
+    """Prompts of different lengths, each as torch goes on with it alone; full attention's cache grows on the way."""
+    pytest.importorskip("jax")
+    prompts, padded, ids = prompts_of((3, 8))
+    together = generate(*model_and_params(name, "jax"), padded, 12, segments_BP=ids)
+    for row, prompt in enumerate(prompts):
+        assert (together[row] == generate(*model_and_params(name), prompt[None], 12)[0]).all()
+
+
+@pytest.mark.parametrize("name, programs", [("attention", 2), ("mesa", 1)])
+def test_jax_decodes_in_constant_memory_by_one_program(name, programs):
+    """A step takes its states' memory, and is compiled once; for full attention, once more when its cache is doubled."""
+    jax = pytest.importorskip("jax")
+    from models.backends import jax_steps
+
+    model, params = model_and_params(name, "jax")
+    decoder, before, sizes = model.framework.Decoder(model, params), jax_steps.decode._cache_size(), []
+    decoder.prefill(np.array([[1, 2, 3]]))
+    for token in range(8):
+        states = jax.tree.leaves(decoder.states)
+        decoder.step(np.array([token]))
+        assert all(value.is_deleted() for value in states) or token in (0, 5)  # what is doubled first is a copy
+        sizes.append(sum(value.nbytes for value in jax.tree.leaves(decoder.states)))
+    assert jax_steps.decode._cache_size() - before == programs == len(set(sizes))
 
 
 def test_no_graph_grows_when_parameters_ask_for_gradients():
     model, params = model_and_params("gla")
     params = {name: value.requires_grad_() for name, value in params.items()}
     assert generate(model, params, np.array([[1, 2]]), 3).shape == (1, 3)
-
-
-def test_jax_generates_the_same():
-    pytest.importorskip("jax")
-    prompt = np.random.default_rng(1).integers(0, 40, (2, 5))
-    assert (generate(*model_and_params("attention"), prompt, 3) == generate(*model_and_params("attention", "jax"), prompt, 3)).all()
 
 
 def test_draws_follow_the_probabilities():
