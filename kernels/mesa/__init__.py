@@ -38,6 +38,7 @@ def mesa(
     criterion: str = "b",
     solve: bool = True,
     start: str = "jacobi",
+    gradient: str = "implicit",
     state: State | None = None,
     segments: Array | None = None,
     backend: str | None = None,
@@ -51,6 +52,9 @@ def mesa(
     it is at most 2^-23 ||q|| (2^-52 in float64).
     start: "jacobi" (q / diag(H + Lambda)) or "zero". steps=0 reads with the start itself; solve=False reads with q (gated linear
     attention). Both have their exact gradients.
+    gradient: "implicit" takes q* as solved, at the cost of one more solve. "unrolled" differentiates the `steps` iterations that were taken
+    (those of frozen tokens count for nothing), keeps all of them in memory, and is not opaque to torch.compile. Which of the two a solver
+    stopped early should train with, the paper leaves open (its Appendix J).
     state: what an earlier call returned; None is a fresh one. segments: int32 [B, T] document ids; a new id drops the state, -1 is
     padding (see `kernels.segmentation`).
     info: steps int32 [B, T, H], those taken; residual float32 [B, T, H], the true ||q - (H + Lambda) q*|| / ||q||, 0 for q = 0. No gradient.
@@ -68,8 +72,8 @@ def mesa(
         state=(None if state is None else state.G_BHKV, "BHKV"),
         segments=(segments, "BT"),
     )
-    reference.check_options(steps, eps, criterion, start)
+    reference.check_options(steps, eps, criterion, start, gradient)
     ops = arrays.of(q_BTHK)
     run = IMPLEMENTATIONS[kernels.choose("mesa", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)]
-    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start}
+    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
     return run(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, sign=sign, state=state, segments=segments, **options)

@@ -22,7 +22,8 @@ Array = Any  # torch.Tensor or jax.Array
 
 def mesa(
     q, k, v, log_decay, beta, lam, *,
-    sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", state=None, segments=None, chunk: int | None = None,
+    sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit", state=None, segments=None,
+    chunk: int | None = None,
 ) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
     """See `kernels.mesa.mesa`; `chunk` is the chunk's length."""
     ops = arrays.of(q)
@@ -32,7 +33,8 @@ def mesa(
     log_decay, beta, sign, padding, last_B = segmentation.gates(log_decay, beta, sign, segments, state.segment_B, state.H_BHKK.dtype)
     S_BHKX = ops.concatenate((state.G_BHKV, state.H_BHKK), -1)
     options = {"steps": steps, "eps": float(eps), "criterion": criterion, "start": start, "chunk": chunk or chunks.length(*q.shape[1::2])}
-    o, S_BHKX, taken, residual = differentiable(q, k, v, log_decay, beta, lam, sign, S_BHKX, **options)
+    run = differentiable if gradient == "implicit" else unrolled
+    o, S_BHKX, taken, residual = run(q, k, v, log_decay, beta, lam, sign, S_BHKX, **options)
     return _outputs(o, S_BHKX, taken, ops.stop_gradient(residual), padding, last_B)
 
 
@@ -67,14 +69,19 @@ def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, s
     return _outputs(ops.cast(read[..., :V], v.dtype), statistics.S_BHKV, taken, residual, padding, statistics.segment_B)
 
 
-def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk):
+def unrolled(*arrays: Array | None, **options: Any) -> tuple[Array, ...]:
+    """`forward`, differentiated by the framework, step by step."""
+    return forward(*arrays, **options, unrolled=True)[0]
+
+
+def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk, unrolled=False):
     ops = arrays.of(q)
     B, T, H, _ = q.shape
     V, dtype = v.shape[-1], S_BHKX.dtype
     c, last = linear.cut(ops.cast(k, dtype), written(k, v, beta, dtype), log_decay, sign, S_BHKX, chunk)
     system = System(c, lam_by_chunk(lam, c, B))
     q_MCK = chunks.split(ops.cast(q, dtype), chunk)
-    x, taken = system.solve(q_MCK, steps=steps, eps=eps, criterion=criterion, start=start)
+    x, taken = system.solve(q_MCK, steps=steps, eps=eps, criterion=criterion, start=start, unrolled=unrolled)
     read = linear.read(x, c)
     residual = relative_residual(q_MCK, q_MCK - read[..., V:] - system.lam_M1K * x)
     o, taken, residual = (chunks.join(y, B, T, H) for y in (read[..., :V], taken, residual))

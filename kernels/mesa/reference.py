@@ -18,7 +18,7 @@ class State(NamedTuple):
     segment_B: Array
 
 
-def check_options(steps: int, eps: float, criterion: str, start: str) -> None:
+def check_options(steps: int, eps: float, criterion: str, start: str, gradient: str = "implicit") -> None:
     """Raises ValueError for an option of `mesa` that means nothing."""
     if steps < 0 or eps < 0:
         raise ValueError(f"mesa: steps is {steps} and eps is {eps}; neither may be negative.")
@@ -26,6 +26,8 @@ def check_options(steps: int, eps: float, criterion: str, start: str) -> None:
         raise ValueError(f'mesa: criterion is {criterion!r}; it must be "b" or "r0".')
     if start not in ("jacobi", "zero"):
         raise ValueError(f'mesa: start is {start!r}; it must be "jacobi" or "zero".')
+    if gradient not in ("implicit", "unrolled"):
+        raise ValueError(f'mesa: gradient is {gradient!r}; it must be "implicit" or "unrolled".')
 
 
 def fresh(q: Array, v: Array) -> State:
@@ -52,8 +54,9 @@ def advance(k_BHK, v_BHV, log_decay_BH, beta_BH, *, sign: Array | None, state: S
 
 
 def mesa(
-    q, k, v, log_decay, beta, lam, *, sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", state=None, segments=None
-) -> tuple[Array, State, dict[str, Array]]:
+    q, k, v, log_decay, beta, lam, *, sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit",
+    state=None, segments=None,
+) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
     """See `kernels.mesa.mesa`. info.steps is 0: there are none."""
     ops = arrays.of(q)
     given = {"sign": sign, "segment_B": segments}

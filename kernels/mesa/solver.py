@@ -12,13 +12,22 @@ Array = Any  # torch.Tensor or jax.Array
 
 
 def conjugate_gradients(
-    apply: Callable[[Array], Array], rhs: Array, diagonal: Array, *, steps: int, eps: float, criterion: str, start: str
+    apply: Callable[[Array], Array],
+    rhs: Array,
+    diagonal: Array,
+    *,
+    steps: int,
+    eps: float,
+    criterion: str,
+    start: str,
+    unrolled: bool = False,
 ) -> tuple[Array, Array]:
     """x with A x = rhs, and the steps that each system took, int32 [...]. `apply` is x -> A x, `diagonal` is that of A.
 
     Conjugate gradients (MesaNet, Algorithm 1). Right-hand sides are scaled to unit norm and the solution back, so that nothing depends on
     their size. A system is frozen (x kept) once ||r|| <= eps min(||r0||, ||rhs||) (criterion "b") or eps ||r0|| ("r0"), once ||r|| is
-    below the dtype's epsilon times ||rhs||, when p'Ap <= 0, or when its right-hand side is 0. The loop ends when all are frozen.
+    below the dtype's epsilon times ||rhs||, when p'Ap <= 0, or when its right-hand side is 0. The loop ends when all are frozen; unrolled,
+    it runs through all `steps`, so that frameworks can differentiate it.
     """
     ops = arrays.of(rhs)
     unit, size = _unit(rhs, ops)
@@ -26,7 +35,7 @@ def conjugate_gradients(
     x = jacobi(unit, diagonal) if start == "jacobi" else unit * 0.0
     r = unit - apply(x)
     rr = ops.sum(r * r, -1)
-    first = ops.sqrt(rr)
+    first = ops.sqrt(ops.stop_gradient(rr))
     limit = ops.maximum(eps * (ops.minimum(first, 1.0) if criterion == "b" else first), ops.epsilon(r)) ** 2
     taken = ops.zeros(rr.shape, ops.int32, rhs)
 
@@ -46,8 +55,12 @@ def conjugate_gradients(
         turn = ops.where(active, new / ops.where(active, rr, 1.0), 0.0)[..., None]
         return x, r, r + turn * p, ops.where(moves, new, rr), taken + ops.cast(moves, ops.int32), count + 1, active
 
-    x, _, _, _, taken, _, _ = ops.while_loop(going, advance_all, (x, r, r, rr, taken, 0, some & (rr > limit)))
-    return x * size, taken
+    carry = (x, r, r, rr, taken, 0, some & (rr > limit))
+    if unrolled:
+        carry, _ = ops.scan(lambda carry, _: (advance_all(carry), None), carry, ops.arange(steps, rhs))
+    else:
+        carry = ops.while_loop(going, advance_all, carry)
+    return carry[0] * size, carry[4]
 
 
 def jacobi(rhs: Array, diagonal: Array) -> Array:
@@ -66,8 +79,11 @@ def relative_residual(rhs: Array, left: Array) -> Array:
 
 
 def _unit(x: Array, ops: Any) -> tuple[Array, Array]:
-    """x / ||x|| and ||x|| [..., 1], without squaring anything tiny or huge; 0 and 0 for x = 0."""
-    largest = ops.max(ops.absolute(x), -1, keepdims=True)
+    """x / ||x|| and ||x|| [..., 1], without squaring anything tiny or huge; 0 and 0 for x = 0.
+
+    ||x|| is a constant to gradients: who divides by it and multiplies again has the right one.
+    """
+    largest = ops.stop_gradient(ops.max(ops.absolute(x), -1, keepdims=True))
     scaled = x / ops.where(largest > 0, largest, 1.0)
-    norm = ops.sqrt(ops.sum(scaled * scaled, -1, keepdims=True))
+    norm = ops.sqrt(ops.stop_gradient(ops.sum(scaled * scaled, -1, keepdims=True)))
     return scaled / ops.where(norm > 0, norm, 1.0), largest * norm

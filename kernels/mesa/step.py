@@ -26,11 +26,12 @@ def step(
     criterion: str = "b",
     solve: bool = True,
     start: str = "jacobi",
+    gradient: str = "implicit",
     state: State | None = None,
     segment_B: Array | None = None,
 ) -> tuple[Array, State, dict[str, Array]]:
     """One token: o [B, H, V], the state after it, and info. Arguments as `mesa`'s without the time axis. For generation: no gradient."""
-    check_options(steps, eps, criterion, start)
+    check_options(steps, eps, criterion, start, gradient)
     ops = arrays.of(q_BHK)
     state = fresh(q_BHK, v_BHV) if state is None else state
     state, padding_B = advance(k_BHK, v_BHV, log_decay_BH, beta_BH, sign=sign, state=state, segment_B=segment_B)

@@ -28,8 +28,9 @@ class Mesa(MatrixLayer):
 
     steps: the solver's cap. eps: a token is done once its residual is that much below what `criterion` names: "b", both its
     first residual and its query; "r0", its first residual alone (the paper's inference study). start: "jacobi", q / diag(H + Lambda), or "zero".
-    solve: False reads out with the query itself, as GLA does. lambda_minimum, lambda_initial: Lambda's bound, and where it begins.
-    forget_bound: gamma's upper bound at beta = 1; 1 leaves gamma as it is.
+    solve: False reads out with the query itself, as GLA does. gradient: "implicit", by one more solve backward, or "unrolled", through the
+    steps that were taken, at the memory of all of them; which is better where the solver stops early, the paper leaves open (its Appendix J).
+    lambda_minimum, lambda_initial: Lambda's bound, and where it begins. forget_bound: gamma's upper bound at beta = 1; 1 leaves gamma as it is.
     """
 
     steps: int = 30
@@ -37,6 +38,7 @@ class Mesa(MatrixLayer):
     criterion: Literal["b", "r0"] = "b"
     start: Literal["jacobi", "zero"] = "jacobi"
     solve: bool = True
+    gradient: Literal["implicit", "unrolled"] = "implicit"
     lambda_minimum: float = 0.25
     lambda_initial: float = 1.0
     forget_bound: float = 0.9975
@@ -53,6 +55,8 @@ class Mesa(MatrixLayer):
             raise ValueError(f"mesa: criterion is {self.criterion!r}; it is 'b' or 'r0'.")
         if self.start not in ("jacobi", "zero"):
             raise ValueError(f"mesa: start is {self.start!r}; it is 'jacobi' or 'zero'.")
+        if self.gradient not in ("implicit", "unrolled"):
+            raise ValueError(f"mesa: gradient is {self.gradient!r}; it is 'implicit' or 'unrolled'.")
         if not 0 <= self.lambda_minimum < self.lambda_initial:
             raise ValueError(
                 f"mesa: lambda_initial {self.lambda_initial} must lie above lambda_minimum {self.lambda_minimum}, and that at 0 or more."
@@ -76,7 +80,7 @@ class Mesa(MatrixLayer):
 
     def settings(self) -> dict[str, Any]:
         """The solver's."""
-        return {"steps": self.steps, "eps": self.eps, "criterion": self.criterion, "solve": self.solve, "start": self.start}
+        return {name: getattr(self, name) for name in ("steps", "eps", "criterion", "solve", "start", "gradient")}
 
     def scalars(self, operands: tuple[Array, ...], info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
         """Means over tokens and heads: steps taken, the true residual ||q - (H + Lambda) q*|| / ||q||, gamma."""
@@ -84,14 +88,16 @@ class Mesa(MatrixLayer):
         return {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
-        """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward.
+        """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward
+        (twice, where it is unrolled).
 
         The start's residual is not counted as a step.
         """
         steps = (self.steps if steps is None else steps) if self.solve else 0
         common = self.around_flops() + self.heads * (self.recurrence_flops(length) + product(self.key_size, self.key_size))
         solve = self.heads * steps * readout_flops(length, self.key_size, self.key_size)
-        return (TRAINING * common + SOLVES_IN_TRAINING * solve) if training else common + solve
+        solves = SOLVES_IN_TRAINING if self.gradient == "implicit" else TRAINING
+        return (TRAINING * common + solves * solve) if training else common + solve
 
     def state_floats(self, length: int) -> int:
         """G and H."""

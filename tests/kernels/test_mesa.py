@@ -1,5 +1,7 @@
 """What is Mesa's own: its limits, its solver, and gradients of every size (float32 against float64)."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -209,11 +211,58 @@ def test_the_solver_never_touches_half_precision():
 
 
 @pytest.mark.parametrize(
-    "options", [{"steps": -1}, {"eps": -0.1}, {"criterion": "rel"}, {"start": "warm"}, {"backend": "pallas"}, {"backend": "cuda"}]
+    "options",
+    [
+        {"steps": -1},
+        {"eps": -0.1},
+        {"criterion": "rel"},
+        {"start": "warm"},
+        {"gradient": "exact"},
+        {"backend": "pallas"},
+        {"backend": "cuda"},
+    ],
 )
 def test_options_that_mean_nothing_are_refused(options):
-    with pytest.raises(ValueError, match="steps|criterion|start|pallas|backend"):
+    with pytest.raises(ValueError, match="steps|criterion|start|gradient|pallas|backend"):
         mesa(*inputs(T=3), **options)
+
+
+@pytest.mark.parametrize("options", [{"steps": 2}, {"steps": 4, "start": "zero"}])
+def test_unrolled_gradients_are_those_of_the_steps_taken(options):
+    """Against differences of the outputs themselves; the implicit gradient is that of a solved q*, and differs."""
+    xs = inputs(T=10, B=1)
+    xs[5] = torch.linspace(0.25, 2, 32, dtype=torch.float64).reshape(2, 16)  # many eigenvalues, so that no token is done by then
+    do = torch.randn(1, 10, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    random = torch.Generator().manual_seed(2)
+    unrolled, implicit = (gradients(xs, do, gradient=g, **options) for g in ("unrolled", "implicit"))
+    far = []
+    for i in range(len(xs)):
+        way = torch.randn(xs[i].shape, generator=random, dtype=torch.float64)
+        sides = [(mesa(*xs[:i], xs[i] + h * way, *xs[i + 1 :], **options)[0] * do).sum() for h in (1e-5, -1e-5)]
+        slope = (sides[0] - sides[1]) / 2e-5
+        torch.testing.assert_close((unrolled[i] * way).sum(), slope, rtol=1e-6, atol=1e-7)
+        far.append(((implicit[i] * way).sum() - slope).abs() / slope.abs())
+    assert max(far) > 1e-3
+
+
+def test_unrolled_and_implicit_gradients_meet_where_the_solve_is_exact():
+    xs, do = inputs(T=40), torch.randn(2, 40, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(gradients(xs, do, gradient="unrolled"), gradients(xs, do), strict=True):
+        assert error(a, b) <= 1e-9
+    segments = torch.tensor([[-1] * 3 + [0] * 20 + [1] * 17, [0] * 40], dtype=torch.int32)
+    ys = cast(xs, gradient=True)
+    ys[0].data[:, 30] = 0  # a query of 0, padding: nothing to divide by
+    both = [torch.autograd.grad(mesa(*ys, segments=segments, gradient=g, eps=1e-4)[0].square().sum(), ys) for g in ("unrolled", "implicit")]
+    for a, b in zip(*both, strict=True):
+        assert error(a, b) <= 1e-2
+
+
+def test_unrolled_gradients_in_jax():
+    xs = cast(inputs(T=20))
+    ours = gradients(xs, torch.ones(2, 20, 2, 16), steps=3, gradient="unrolled")
+    loss = lambda xs: mesa(*xs, steps=3, gradient="unrolled")[0].sum()  # noqa: E731
+    for a, b in zip(jax.jit(jax.grad(loss))([jnp.asarray(x.numpy()) for x in xs]), ours, strict=True):
+        assert error(a, b) <= 1e-5
 
 
 def test_the_state_is_what_the_equations_say():

@@ -46,6 +46,8 @@ def test_mesa_counts_the_steps_that_were_taken():
     for steps in (0, 5.5, 30):
         assert one("mesa").flops(T, steps=steps) == pytest.approx(REST + MESA + H * steps * READ, rel=1e-12)
         assert one("mesa").flops(T, steps=steps, training=True) == pytest.approx(3 * (REST + MESA) + 2 * H * steps * READ, rel=1e-12)
+        unrolled = one("mesa", gradient="unrolled").flops(T, steps=steps, training=True)
+        assert unrolled == pytest.approx(3 * (REST + MESA) + 3 * H * steps * READ, rel=1e-12)
     assert one("mesa").flops(T) == one("mesa").flops(T, steps=30)
     assert one("mesa", steps=10).flops(T) == one("mesa").flops(T, steps=10)
     assert one("mesa", solve=False).flops(T) == one("mesa").flops(T, steps=0)

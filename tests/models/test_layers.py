@@ -23,6 +23,7 @@ ENTRIES |= {
     "swa": {"layer": "attention", "window": 5},
     "mesa_exact": {"layer": "mesa", "eps": 0.0},
     "mesa_start": {"layer": "mesa", "steps": 0},
+    "mesa_unrolled": {"layer": "mesa", "gradient": "unrolled", "steps": 4},
     "mesa_unsolved": {"layer": "mesa", "solve": False},
     "gla_values": {"layer": "gla", "convolve_values": True},
     "mamba2_mamba": {"layer": "mamba2", "forget_gate": "mamba", "skip": True},

@@ -172,6 +172,7 @@ def test_tables_need_no_framework():
         ({"layer": "mesa", "steps": -1}, {}, "negative"),
         ({"layer": "mesa", "steps": True}, {}, "default, 30"),
         ({"layer": "mesa", "criterion": "r1"}, {}, "'b' or 'r0'"),
+        ({"layer": "mesa", "gradient": "exact"}, {}, "'implicit' or 'unrolled'"),
         ({"layer": "attention", "window": 0}, {}, "window is 0"),
         ({"pattern": []}, {}, "pattern"),
         ({"layers": "mesa"}, {}, "names its `layer`"),
