@@ -9,10 +9,12 @@ from pipelines import workspace
 from pipelines.cells import specs, version_table
 from pipelines.params import load, nearest
 from pipelines.resolve import context, roles
-from pipelines.run import store_of
+from pipelines.run import root_of, store_of
 from pipelines.store import Busy
 
 SHORTEST_KEY = 6
+# DVC's memory of what commands made from what: it would bring back what is forgotten here. The store serves for the rest.
+DVC_RUNS = Path(".dvc") / "cache" / "runs"
 
 
 def forget(folder: Path, names: list[str]) -> list[str]:
@@ -50,5 +52,6 @@ def forget(folder: Path, names: list[str]) -> list[str]:
                 continue
             target = folder / path
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        shutil.rmtree(root_of(context(params), folder) / DVC_RUNS, ignore_errors=True)
         lines.append(f"{stage} {cell}: {'forgotten' if removed else 'was not in the store'} ({key[:12]}); `dvc repro` makes it again")
     return lines
