@@ -35,7 +35,8 @@ class Study:
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for name in FLOORS:
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(*MADE))
-        (root / "pipelines" / "nano" / "dvc.yaml").unlink()  # one study is enough
+        for other in (root / "pipelines").glob("*/dvc.yaml"):  # one study is enough
+            other.unlink()
         for name in ("dvc.yaml", ".gitignore", ".dvcignore"):
             shutil.copyfile(ROOT / name, root / name)
         self.params = small(read(ROOT / "pipelines" / "nano"))
