@@ -37,6 +37,11 @@ class Layer:
         return tuple(field.name for field in fields(cls) if field.name not in SCALE_FIELDS)
 
     @property
+    def forgets(self) -> bool:
+        """Whether it has a forget gate for each head, and so a memory window; see `log_forget`."""
+        return False
+
+    @property
     def inner(self) -> int:
         """Width of queries and keys over all heads."""
         return self.heads * self.key_size
@@ -67,6 +72,10 @@ class Layer:
         """One token [B, D] with a state of constant size (full attention: a cache); returns y [B, D] and the next state."""
         y_B1D, state = self.forward(p, x_BD[:, None], state, ops=ops)
         return y_B1D[:, 0], state
+
+    def log_forget(self, p: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> Array:
+        """log gamma [B, T, H] (float32) of each head's forget gate on the normalised stream x, where the layer `forgets`."""
+        raise NotImplementedError(f"Layer {self.name!r} has no forget gate.")
 
     def initial_state(self, p: dict[str, Array], batch: int, *, ops: ModuleType) -> State:
         """The state of `batch` sequences before their first token: what padding leaves of no state at all."""

@@ -202,6 +202,15 @@ class MatrixLayer(Layer):
             return ops.log_sigmoid(gates["forget"])
         return -ops.exp(precise(p["forget_rate"], ops=ops)) * ops.softplus(gates["forget"])
 
+    @property
+    def forgets(self) -> bool:
+        """Some of these layers only write."""
+        return "forget" in self.gates
+
+    def log_forget(self, p: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> Array:
+        """See Layer.log_forget."""
+        return self.log_decay(p, {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}, ops=ops)
+
     def settings(self) -> dict[str, Any]:
         """The operation's options."""
         return {}

@@ -74,9 +74,13 @@ class Mesa(MatrixLayer):
 
     def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """log gamma, beta, and Lambda's diagonal [H, K]."""
-        beta = ops.sigmoid(gates["write"])
-        log_decay = self.log_decay(p, gates, ops=ops) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
+        log_decay, beta = self.log_decay(p, gates, ops=ops), ops.sigmoid(gates["write"])
         return log_decay, beta, self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
+
+    def log_decay(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> Array:
+        """log gamma [B, T, H], bounded where much is written."""
+        beta = ops.sigmoid(gates["write"])
+        return super().log_decay(p, gates, ops=ops) + ops.log1p(-(1 - self.forget_bound) * beta * beta)
 
     def settings(self) -> dict[str, Any]:
         """The solver's."""

@@ -30,12 +30,17 @@ def inverse_sqrt_uniform(random: np.random.Generator, shape: tuple[int, ...], bl
     return random.uniform(-1, 1, shape).astype(np.float32) * np.float32(shape[-2] ** -0.5)
 
 
+def start_uniform(random: np.random.Generator, shape: tuple[int, ...], blocks: int) -> np.ndarray:
+    """Uniform in [0.1, 1]: beta's scale where fine-tuning begins, less than from scratch and so nearer to Mamba2's limit."""
+    return random.uniform(0.1, 1, shape).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Palimpsa(MatrixLayer):
     """The common part; see palimpsa_d.py and palimpsa_m.py for the blocks.
 
     metaplasticity: False leaves out beta and the division. rank: of the beta branch, null for width / 16. prior: importance of what was
-    never written.
+    never written. beta_start: beta_scale begins at 1 ("one"), or uniform in [0.1, 1] ("uniform"), as for weights trained without it.
     """
 
     forget_gate: Literal["sigmoid", "mamba"] = "mamba"
@@ -45,11 +50,14 @@ class Palimpsa(MatrixLayer):
     metaplasticity: bool = True
     rank: int | None = None
     prior: float = 1.0
+    beta_start: Literal["one", "uniform"] = "one"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"{self.name}: rank is {self.rank}; the beta branch needs at least 1, or null for width / 16.")
+        if self.beta_start not in ("one", "uniform"):
+            raise ValueError(f"{self.name}: beta_start is {self.beta_start!r}; it is 'one' or 'uniform'.")
         if not self.prior > 0:
             raise ValueError(f"{self.name}: prior is {self.prior}; it must be above 0.")
 
@@ -76,7 +84,7 @@ class Palimpsa(MatrixLayer):
             **super().parameters(),
             "beta_in": Parameter((self.width, self.bottleneck), axes=("width", "rank")),
             "beta_out": Parameter((self.bottleneck, self.values), inverse_sqrt_uniform, axes=("rank", "inner")),
-            "beta_scale": Parameter((self.heads,), ones, decay=False, axes=("heads",)),
+            "beta_scale": Parameter((self.heads,), ones if self.beta_start == "one" else start_uniform, decay=False, axes=("heads",)),
         }
 
     def write(self, gates: dict[str, Array], *, ops: ModuleType) -> Array:

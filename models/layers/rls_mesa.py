@@ -63,9 +63,13 @@ class RLSMesa(MatrixLayer):
         beta = ops.sigmoid(gates["write"])
         if self.forget_minimum == 1:
             log_decay = ops.zeros(beta.shape, beta.dtype, beta)
-        else:  # gamma = minimum + (1 - minimum) gate
-            log_decay = ops.log1p((1 - self.forget_minimum) * ops.expm1(self.log_decay(p, gates, ops=ops)))
+        else:
+            log_decay = self.log_decay(p, gates, ops=ops)
         return log_decay, beta, self.lambda_minimum + ops.softplus(precise(p["lambda"], ops=ops))
+
+    def log_decay(self, p: dict[str, Array], gates: dict[str, Array], *, ops: ModuleType) -> Array:
+        """log gamma [B, T, H], with gamma = minimum + (1 - minimum) gate."""
+        return ops.log1p((1 - self.forget_minimum) * ops.expm1(super().log_decay(p, gates, ops=ops)))
 
     def solve_flops(self, length: int) -> float:
         """H_t^-1 b_t of one head, a token: 8CK + 8K^2 for Woodbury's identity and its refinement, 4CK + 2K^2 for the residual between."""
