@@ -80,8 +80,11 @@ def run(
         running.run(stage, cell or stage, ray=ray)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
-    except running.Failed as failed:
-        stop(str(failed), MISTAKE if failed.mistake else FAILURE)
+    except running.Unfinished as ended:
+        if ended.outcome.status in ("stopped", "detached"):
+            print(ended, file=sys.stderr)
+            sys.exit(STOPPED)
+        stop(str(ended), MISTAKE if ended.mistake else FAILURE)
 
 
 @app.command()

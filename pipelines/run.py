@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,16 @@ STORE = ".strata"
 REMEMBERED = ("train", "evaluate", "analyze")  # what MLflow hears of
 
 
-class Failed(Exception):
-    """A stage failed; the message is what to print. mistake: whether it is the user's, in one sentence."""
+class Unfinished(Exception):
+    """A stage has not made its artifact; the message is what to print.
 
-    def __init__(self, message: str, *, mistake: bool) -> None:
+    outcome: how it ended. mistake: whether the user can mend it, and the message is a sentence.
+    """
+
+    def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
-        self.mistake = mistake
+        self.outcome = outcome
+        self.mistake = outcome.kind == "mistake" or outcome.status != "failed"
 
 
 def store_of(context: dict[str, Any], folder: Path = Path(".")) -> Store:
@@ -35,7 +38,7 @@ def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
 
 
 def run(stage: str, cell: str, *, ray: bool) -> Outcome:
-    """Make one stage's artifact, or take it from the store, and put it where DVC expects it. Raises Failed, ValueError.
+    """Make one stage's artifact, or take it from the store, and put it where DVC expects it. Raises Unfinished, ValueError.
 
     The working directory is the study's folder.
     """
@@ -50,10 +53,7 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     if not outcome.done:
         if stage == "train" and outcome.folder:
             _remember(stage, cell, spec, context, outcome)
-        raise Failed(
-            outcome.error or f"{stage} of {cell} ended as {outcome.status}.",
-            mistake=outcome.kind == "mistake" or outcome.status != "failed",
-        )
+        raise Unfinished(f"{stage} {cell}: {outcome.status}. {outcome.error or ''}".rstrip(), outcome)
     made = Path(outcome.folder or "")
     workspace.place(stage, cell, context["roles"].get(cell), made, data=context["outputs"] == "files")
     print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
@@ -154,5 +154,3 @@ class _signals:
 
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if self.seen:
-            print("Stopped; what was done is kept.", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from stages import artifact, engine, provenance
+from stages import artifact, engine, initial, provenance
 from stages.checkpoints import Checkpoints
 from stages.command import main
 from stages.history import LOG, History, Row, Spikes
@@ -76,7 +76,7 @@ class Training(Strict):
 class Parameters(Training):
     """What a training's spec holds: `training:`, its cell's model and scale as params.yaml has them, and the sizes that follow.
 
-    steps: of the whole run. learning_rate: the peak.
+    steps: of the whole run. learning_rate: the peak. init: of a training that starts from the weights of another (see stages/initial.py).
     """
 
     model: dict[str, Any]
@@ -86,12 +86,14 @@ class Parameters(Training):
     sequence_length: int = Field(ge=1)
     steps: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
+    init: initial.Initial | None = None
 
 
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
-    """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone).
+    """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone, and of model.json where it was
+    found out which layers to replace).
 
-    inputs: "budget", the file packed/budgets/<budget>.json. context.settings: peak_flops (of the device, for MFU), micro_batch
+    inputs: "budget", the file packed/budgets/<budget>.json, and "initial", the weights' folder that `init` is about. context.settings: peak_flops (of the device, for MFU), micro_batch
     (sequences at once on each device; found out if not given), backend, compile, devices, fsdp, rematerialise (see stages/engine.py). Raises Stopped when asked to stop, with a checkpoint saved.
     """
     try:
@@ -100,7 +102,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         raise ValueError(f"This training's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
     with engine.told_of_full_disk(out):
         if not _complete(out, spec.key):
-            Run(spec, parameters, out, inputs["budget"], context).to_the_end()
+            Run(spec, parameters, out, inputs, context).to_the_end()
         context.fence()
         Checkpoints(out, spec.key).remove()
         (out / LOG).unlink(missing_ok=True)
@@ -118,17 +120,16 @@ def _complete(out: Path, key: str) -> bool:
 class Run:
     """One attempt at a training run; `step` is how many steps are done."""
 
-    def __init__(self, spec: Spec, parameters: Parameters, out: Path, budget: Path, context: Context) -> None:
+    def __init__(self, spec: Spec, parameters: Parameters, out: Path, inputs: dict[str, Path], context: Context) -> None:
         import models
 
         self.spec, self.parameters, self.out, self.context = spec, parameters, out, context
         self.started = time.time()
-        self.model = models.build(
-            parameters.model, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context)
-        )
+        self.input_digest, rows = _open(inputs["budget"], spec, parameters)
+        self.start = initial.start(spec, parameters, inputs.get(initial.INPUT), rows, out, context)
+        self.model = models.build(self.start.model, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
         if reason := self.model.trainable:
             raise ValueError(f"This model cannot be trained: {reason}.")
-        self.input_digest, rows = _open(budget, spec, parameters)
         self.batches = Batches(rows, parameters)
         self.history = History(out)
         self.checkpoints = Checkpoints(out, spec.key)
@@ -151,7 +152,7 @@ class Run:
             while self.step < self.parameters.steps:
                 if self.context.stop_requested():
                     self.save()
-                    raise Stopped(f"{self.out.name} at step {self.step} of {self.parameters.steps}; run again to go on.")
+                    raise Stopped(f"at step {self.step} of {self.parameters.steps}; run again to go on.")
                 self.advance()
                 if self.step % self.checkpoint_every == 0:
                     self.save()
@@ -185,7 +186,7 @@ class Run:
             self._take_in(row)
 
     def _trainer(self) -> Any:
-        return engine.trainer(
+        trainer = engine.trainer(
             self.model,
             self.context,
             device=self.device,
@@ -194,6 +195,8 @@ class Run:
             seed=self.parameters.seed,
             deterministic=self.parameters.deterministic,
         )
+        self.start.apply(trainer)
+        return trainer
 
     def save(self) -> None:
         """Make the steps so far durable: the history first, then the checkpoint that counts on it."""
@@ -337,9 +340,16 @@ class Run:
             kernels=kernels.chosen(),
             micro_batch=self.micro_batch,
             resumed_from=self.resumed_from,
+            **self.start.provenance(),
         )
         self.context.fence()
-        artifact.write(self.out, key=key, stage=self.spec.stage, files=[WEIGHTS], inputs={"budget": self.input_digest})
+        artifact.write(
+            self.out,
+            key=key,
+            stage=self.spec.stage,
+            files=[WEIGHTS, *self.start.files],
+            inputs={"budget": self.input_digest, **self.start.digests},
+        )
 
 
 def at_once(batch: int, length: int, *, below: int | None = None) -> int:
