@@ -24,16 +24,22 @@ WORKSPACE = {
     "validation/": "tokens/{name}",
     "evaluation": "tokens/{name}",
     "budget": "packed/budgets/{budget}.json",
+    "initial": "weights/{source}",
     "weights": "weights/{cell}",
     "history": "{name}.parquet",
     "evaluations": "{name}",
 }
 
 
-def default_input(name: str, cell: str) -> Path:
-    """Where the input `name` of the spec of `cell` stands in a study's folder. A cell is named <model>-<scale>-<budget>."""
+def default_input(name: str, cell: str, source: str | None = None) -> Path:
+    """Where the input `name` of the spec of `cell` stands in a study's folder. A cell is named <model>-<scale>-<budget>.
+
+    source: the cell whose weights it starts from, where it does; its spec does not tell.
+    """
+    if name == "initial" and source is None:
+        raise ValueError("This training starts from another cell's weights; say where they are: --input initial=weights/<that cell>.")
     kind = "validation/" if name.startswith("validation/") else name.split("/")[0]
-    return Path(WORKSPACE[kind].format(name=name, cell=cell, budget=cell.rsplit("-", 1)[-1]))
+    return Path(WORKSPACE[kind].format(name=name, cell=cell, source=source, budget=cell.rsplit("-", 1)[-1]))
 
 
 def main(run: Run, arguments: list[str] | None = None) -> None:
@@ -58,7 +64,7 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
         given = dict(item.split("=", 1) for item in options.input if "=" in item or _refuse(item))
         if unknown := sorted(set(given) - set(spec.inputs)):
             raise ValueError(f"This spec has no input {unknown[0]!r}; its inputs are {', '.join(spec.inputs) or 'none'}.")
-        inputs = {name: Path(given.get(name) or default_input(name, options.spec.stem)) for name in spec.inputs}
+        inputs = {name: Path(given[name]) if given.get(name) else default_input(name, options.spec.stem) for name in spec.inputs}
         options.out.mkdir(parents=True, exist_ok=True)
         context = Context(
             threads=options.threads,

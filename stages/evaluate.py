@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from stages import artifact, engine, measures, provenance, schemas, units
+from stages import artifact, engine, initial, measures, provenance, schemas, units
 from stages.command import main
 from stages.spec import Context, Spec, Stopped, Strict
 
@@ -174,7 +174,8 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         parameters = Parameters.model_validate(spec.parameters)
     except ValidationError as error:
         raise ValueError(f"This evaluation's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
-    model = models.build(parameters.model, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
+    entry = initial.trained_entry(inputs["weights"], parameters.model)
+    model = models.build(entry, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
     wanted = units_of(spec, parameters, model)
     missing = [unit for unit in wanted if not units.complete(out / unit.name, unit.key)]
     needed = {"weights", *(unit.input for unit in missing)} if missing else set()

@@ -25,9 +25,9 @@ PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.f
 PLATFORMS = {"gpu": "cuda"}
 
 
-def to_arrays(values: Mapping[str, np.ndarray]) -> Params:
-    """numpy arrays as JAX arrays on the default device."""
-    return {name: jnp.array(value) for name, value in values.items()}
+def to_arrays(values: Mapping[str, np.ndarray], device: str | None = None) -> Params:
+    """numpy arrays as JAX arrays on the first device of a kind (None: the default)."""
+    return {name: jax.device_put(jnp.array(value), device and jax.devices(device)[0]) for name, value in values.items()}
 
 
 def to_numpy(value: jax.Array) -> np.ndarray:
