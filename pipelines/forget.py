@@ -6,15 +6,13 @@ import shutil
 from pathlib import Path
 
 from pipelines import workspace
-from pipelines.cells import specs, version_table
+from pipelines.cells import cells, specs, version_table
 from pipelines.params import load, nearest
 from pipelines.resolve import context, roles
 from pipelines.run import root_of, store_of
 from pipelines.store import Busy
 
 SHORTEST_KEY = 6
-# DVC's memory of what commands made from what: it would bring back what is forgotten here. The store serves for the rest.
-DVC_RUNS = Path(".dvc") / "cache" / "runs"
 
 
 def forget(folder: Path, names: list[str]) -> list[str]:
@@ -43,15 +41,21 @@ def forget(folder: Path, names: list[str]) -> list[str]:
             removed = store.forget(key)
         except Busy as busy:
             raise ValueError(f"{stage} of {cell} is being made ({busy}); `strata stop {cell}` first.") from busy
-        for path in (
-            workspace.output(stage, cell, roles(params).get(cell)),
-            workspace.provenance_file(stage, cell),
-            workspace.history_file(cell),
-        ):
-            if path == workspace.history_file(cell) and stage != "train":
-                continue
-            target = folder / path
+        paths = [workspace.output(stage, cell, roles(params).get(cell)), workspace.provenance_file(stage, cell)]
+        for target in (folder / path for path in paths + [workspace.history_file(cell)] * (stage == "train")):
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-        shutil.rmtree(root_of(context(params), folder) / DVC_RUNS, ignore_errors=True)
         lines.append(f"{stage} {cell}: {'forgotten' if removed else 'was not in the store'} ({key[:12]}); `dvc repro` makes it again")
+    groups = {cell.name: cell.group for cell in cells(params)}
+    _from_dvc(folder, root_of(context(params), folder), [workspace.dvc_stage(stage, cell, groups.get(cell)) for stage, cell in chosen])
     return lines
+
+
+def _from_dvc(folder: Path, root: Path, stages: list[str]) -> None:
+    """Take stages out of dvc.lock and empty DVC's memory of runs, which would bring back what is forgotten; the store serves for the rest."""
+    from dvc.utils.serialize import modify_yaml
+
+    if (folder / "dvc.lock").exists():
+        with modify_yaml(folder / "dvc.lock") as lock:
+            for stage in stages:
+                lock.get("stages", {}).pop(stage, None)
+    shutil.rmtree(root / ".dvc" / "cache" / "runs", ignore_errors=True)

@@ -38,6 +38,13 @@ def output(stage: str, cell: str, role: str | None = None) -> Path:
     return Path(stage)
 
 
+def dvc_stage(stage: str, cell: str, group: str | None = None) -> str:
+    """What dvc.yaml calls a stage of a cell. group: the table of params.yaml that selects the cell."""
+    if stage == cell:
+        return stage
+    return f"{stage}@{cell}" if group in (None, "grid") else f"{stage}-{group}@{cell}"
+
+
 def history_file(cell: str) -> Path:
     return Path("history") / f"{cell}.parquet"
 

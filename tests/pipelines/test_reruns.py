@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipelines.cells import specs, version_table
+from pipelines.cells import cells, specs, version_table
 from pipelines.params import parse
+from pipelines.workspace import dvc_stage
 from tests.pipelines.clone import Study
 
 pytestmark = pytest.mark.slow
@@ -74,12 +75,8 @@ def edits(params: dict[str, Any], path: tuple[Any, ...]) -> list[Any]:
 
 def stage_names(keys: set[tuple[str, str]], params: dict[str, Any]) -> set[str]:
     """(stage, cell) as DVC names them."""
-    sweep = {f"{m}-{s}-{b}" for m in params["sweep"]["models"] for s in params["sweep"]["scales"] for b in params["sweep"]["budgets"]}
-    named = set()
-    for stage, cell in keys:
-        group = f"{stage}-sweep" if cell in sweep and stage in ("train", "evaluate") else stage
-        named.add(stage if stage == cell else f"{group}@{cell}")
-    return named
+    groups = {cell.name: cell.group for cell in cells(parse(params))}
+    return {dvc_stage(stage, cell, groups.get(cell)) for stage, cell in keys}
 
 
 def keys_of(params: dict[str, Any], versions: dict[str, dict[str, int]]) -> dict[tuple[str, str], str]:
@@ -131,6 +128,14 @@ def test_a_version_reruns_what_it_versions(study: Study) -> None:
     finally:
         file.write_text(text)
         resolve(study)
+
+
+def test_what_is_forgotten_is_made_again(study: Study) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pipelines", "forget", "evaluate/mesa-cg-2-tiny-1m"], cwd=study.root, env=study.environment, check=True
+    )
+    done = study.dvc("repro").stdout
+    assert study.ran(done) == {"evaluate-sweep@mesa-cg-2-tiny-1m"} and "evaluate mesa-cg-2-tiny-1m: made" in done
 
 
 def test_nothing_to_do_runs_nothing(study: Study) -> None:
