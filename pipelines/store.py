@@ -201,11 +201,17 @@ class Store:
             clock.unlink(missing_ok=True)
 
     def forget(self, key: str) -> bool:
-        """Remove the artifact of this key and its attempts, so that it is made again. Raises Busy while one is being made."""
+        """Remove the artifact of this key, its attempts and the units in it, so that it is made again. Raises Busy while one is being made."""
         if not self.folder(key).is_dir():
             return False
         for attempt in self.attempts(key)[:1]:
             self._refuse_if_alive(attempt)
+        for record in self.folder(key).glob(f"attempts/*/*/**/{artifact.NAME}"):
+            try:
+                unit = json.loads(record.read_text())["key"]
+            except (ValueError, KeyError):
+                continue  # damaged: no unit of the store is linked to it
+            shutil.rmtree(self._unit(unit), ignore_errors=True)
         trash = self.folder(key).with_name(f".forgotten-{key}-{time.time_ns()}")
         self.folder(key).rename(trash)
         shutil.rmtree(trash)
@@ -213,9 +219,12 @@ class Store:
 
     # Units (stages.units.Shelf)
 
+    def _unit(self, key: str) -> Path:
+        return self.root / "units" / key[:2] / key
+
     def fetch(self, key: str, folder: Path) -> bool:
         """Link the shared unit of this key to `folder`; False where there is none or it is damaged."""
-        unit = self.root / "units" / key[:2] / key
+        unit = self._unit(key)
         try:
             artifact.read(unit, key=key)
         except ValueError:
@@ -226,7 +235,7 @@ class Store:
 
     def keep(self, key: str, folder: Path) -> None:
         """Share the complete unit at `folder`: the first one of a key stands."""
-        unit = self.root / "units" / key[:2] / key
+        unit = self._unit(key)
         if unit.is_dir():
             try:
                 artifact.read(unit, key=key)

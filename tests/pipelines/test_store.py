@@ -175,6 +175,19 @@ def test_a_damaged_shared_unit_is_not_handed_out(tmp_path: Path) -> None:
         assert units.complete(tmp_path / "c", KEY)
 
 
+def test_what_is_forgotten_takes_its_units_along(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    lease = store.acquire(KEY, "{}")
+    unit = "cd" * 32
+    with units.shared(store), units.making(lease.folder / "shards" / "0", key=unit, stage="pack", inputs={}) as folder:
+        (folder / "rows").write_text("rows")
+    finish(lease)
+    lease.publish()
+    lease.release({})
+    assert store.forget(KEY)
+    assert not store.fetch(unit, tmp_path / "again")
+
+
 def test_a_failed_unit_leaves_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     with units.shared(store), pytest.raises(RuntimeError):
