@@ -16,7 +16,14 @@ from models.backends.jax import Trainer  # noqa: E402
 SCALE = {"layers": 1, "width": 32, "heads": 2, "key_size": 16, "mlp": 48}
 OPTIMIZER = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-5, "weight_decay": 0.1, "clip": 1.0}
 ENTRIES = {name: {"layer": name} for name in LAYERS if build_layer({"layer": name}, SCALE).trainable is None}
-ENTRIES |= {"mesa": {"layer": "mesa", "eps": 0.0}, "hawk_mesa": {"pattern": [{"layer": "hawk"}, {"layer": "mesa", "eps": 0.0}]}}
+ENTRIES |= {
+    "mesa": {"layer": "mesa", "eps": 0.0},
+    "hawk_mesa": {"pattern": [{"layer": "hawk"}, {"layer": "mesa", "eps": 0.0}]},
+    "swa": {"layer": "attention", "window": 5},
+    "gated_deltanet_block": {
+        "layer": "gated_deltanet", "forget_gate": "mamba", "convolve_values": True, "output_gate": True, "value_expansion": 1.5
+    },
+}  # fmt: skip
 MASK = np.random.default_rng(7).random((4, 24)) < 0.8
 
 

@@ -176,27 +176,13 @@ def test_states_continue_their_segment_and_reset_at_another(name):
 
 @pytest.mark.parametrize("name", [*LAYERS, "swa", "gated_deltanet_block"])  # a compilation each: seconds
 def test_torch_equals_jax(name):
-    """The same weights give the same logits and the same gradients through the same code."""
+    """The same weights give the same logits through the same code; gradients and curves: tests/models/test_jax_trainer.py."""
     jax = pytest.importorskip("jax")
     layers = len(ENTRIES[name].get("pattern", "1"))
     model, twin = model_of(name, layers=layers), model_of(name, "jax", layers=layers)
     params, tokens = lively(model), tokens_of(2, 35)
-    weight = np.random.default_rng(3).standard_normal((2, 35, VOCABULARY)).astype(np.float32)
-
-    leaves = {key: value.clone().requires_grad_() for key, value in params.items()}
-    logits = model.forward(leaves, tokens)
-    (logits * torch.from_numpy(weight)).sum().backward()
-
-    def scored(p):
-        logits = twin.forward(p, tokens.numpy())
-        return (logits * weight).sum(), logits
-
     jax_params = {key: jax.numpy.asarray(value.numpy()) for key, value in params.items()}
-    gradients, jax_logits = jax.jit(jax.grad(scored, has_aux=True))(jax_params)
-    assert difference(jax_logits, logits.detach()) < BOUND
-    for key, gradient in gradients.items():
-        mine = leaves[key].grad if leaves[key].grad is not None else torch.zeros_like(leaves[key])
-        assert np.abs(np.asarray(gradient) - mine.numpy()).max() < 10 * BOUND * max(1.0, float(mine.abs().max())), key
+    assert difference(jax.jit(twin.forward)(jax_params, tokens.numpy()), model.forward(params, tokens)) < BOUND
 
 
 @every
