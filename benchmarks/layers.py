@@ -18,13 +18,7 @@ import numpy as np
 
 from benchmarks.table import report
 
-CASES = {
-    "one token": (2, 1, 2, 16),
-    "16": (2, 37, 2, 16),
-    "48": (1, 67, 2, 48),
-    "96": (1, 97, 2, 96),
-    "128": (1, 131, 1, 128),
-}  # B, T, H, K
+CASES = {"one token": (2, 1, 2, 16), "16": (2, 37, 2, 16), "48": (2, 67, 2, 48), "96": (1, 71, 2, 96), "128": (1, 73, 1, 128)}  # B, T, H, K
 GRADIENTS = {"d q": ("q",), "d k": ("k",), "d v or x": ("v", "x"), "d decay": ("log_decay", "log_a"), "d write": ("beta", "log_input")}
 # Mesa is solved to the end here, as its reference is; its table below has other settings.
 LAYERS: dict[str, dict[str, Any]] = {
