@@ -66,8 +66,8 @@ def dtype_name(x: Array) -> str:
 
 
 def device(x: Array) -> str:
-    """Where it is: "cpu", "cuda" or "tpu"; the default device, as traced arrays have none."""
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    """Where it is: "cpu", "gpu" (torch's is "cuda": Triton's kernels take its tensors alone) or "tpu"; the default device, as traced arrays have none."""
+    return jax.default_backend()
 
 
 def working_dtype(x: Array) -> Any:
