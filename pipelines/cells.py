@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 from models.backbone import Model
+from pipelines import tuning
 from pipelines.params import Params
 from stages import pack
 from stages.evaluate import takes
@@ -55,8 +55,8 @@ def version_table(path: Path = VERSIONS) -> dict[str, dict[str, int]]:
 
 
 def model_of(params: Params, cell: Cell) -> Model:
-    """The built model of a cell: its table, counts and FLOPs; no arrays."""
-    return models.build(params.models[cell.model], params.scales[cell.scale].model_dump(), vocab_size=params.vocabulary.size)
+    """The built model of a cell; see tuning.model_at."""
+    return tuning.model_at(params, cell.model, cell.scale)
 
 
 Specs = dict[tuple[str, str], Spec]
@@ -88,18 +88,22 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
     tokens = {f"{role}/{name}": found["tokenize", name].key for role in ("training", "validation") for name in by_role[role]}
     packed = spec(*PACK, params.packing.model_dump() | shape | {"budgets": rows}, tokens)
 
-    for cell in cells(params):
-        entry, scale = params.models[cell.model], params.scales[cell.scale].model_dump()
+    for cell in tuning.sources_first(params):
+        entry, scale = tuning.layers_of(params.models[cell.model]), params.scales[cell.scale].model_dump()
         what = {"model": entry, "scale": scale} | shape
         model = model_of(params, cell)
         layers = {f"layers.{layer.name}": versions["layers"][layer.name] for layer in model.layers}
-        training = params.training.model_dump() | what
+        training = params.training_of(cell.model).model_dump() | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
+        given = {"budget": pack.budget_key(packed, rows[cell.budget])}
+        if (init := tuning.init_of(params.models[cell.model])) and (source := tuning.source_of(params, cell)):
+            training["init"] = init.model_dump(include={"drop", "replace"})
+            given["initial"] = found["train", source].key
         trained = spec(
             "train",
             cell.name,
             training,
-            {"budget": pack.budget_key(packed, rows[cell.budget])},
+            given,
             backbone=versions["model"]["backbone"],
             **layers,
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-import models
+from pipelines import tuning
 from stages.analyze import Analysis
 from stages.evaluate import Evaluation
 from stages.pack import Packing
@@ -119,7 +119,7 @@ class Params(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        for check in (_names, _selections, _entries, _sizes, _rates, _sources, _places):
+        for check in (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _places):
             check(self)
         return self
 
@@ -131,6 +131,10 @@ class Params(Strict):
     def steps(self, budget: str) -> int:
         """Optimiser steps of a budget: whole batches only."""
         return self.budgets[budget].tokens // (self.training.batch * self.packing.sequence_length)
+
+    def training_of(self, model: str) -> Training:
+        """The training parameters of a model's cells."""
+        return self.training.model_copy(update=tuning.overrides_of(self.models[model]))
 
     def worker(self, scale: str) -> Worker:
         return self.cluster.workers.get(scale) or self.cluster.workers.get("default") or Worker()
@@ -175,10 +179,10 @@ def _selections(params: Params) -> None:
 
 
 def _entries(params: Params) -> None:
-    scale = next(iter(params.scales.values()))
-    for name, entry in params.models.items():
+    scale = next(iter(params.scales))
+    for name in params.models:
         try:
-            models.build(entry, scale.model_dump(), vocab_size=params.vocabulary.size)
+            tuning.model_at(params, name, scale)
         except ValueError as error:
             if not _selected_with_others(params, name):
                 raise ValueError(f"models.{name}: {error}") from error
@@ -194,7 +198,7 @@ def _sizes(params: Params) -> None:
 
     for model, scale in sorted({(cell.model, cell.scale) for cell in cells(params)}):
         try:
-            models.build(params.models[model], params.scales[scale].model_dump(), vocab_size=params.vocabulary.size)
+            tuning.model_at(params, model, scale)
         except ValueError as error:
             raise ValueError(f"models.{model} at scales.{scale}: {error}") from error
     tokens = params.training.batch * params.packing.sequence_length
@@ -203,10 +207,13 @@ def _sizes(params: Params) -> None:
             raise ValueError(
                 f"budgets.{name}.tokens: {budget.tokens} is less than one step's {tokens} (training.batch x packing.sequence_length)."
             )
-        if params.steps(name) <= params.training.warmup_steps:
+    for model, budget in sorted({(cell.model, cell.budget) for cell in cells(params)}):
+        warmup = params.training_of(model).warmup_steps
+        if params.steps(budget) <= warmup:
+            where = "models." + model + "." if "warmup_steps" in tuning.overrides_of(params.models[model]) else ""
             raise ValueError(
-                f"training.warmup_steps: {params.training.warmup_steps} leaves nothing of the {params.steps(name)} steps of budget {name}; "
-                f"warm up for fewer, or raise budgets.{name}.tokens."
+                f"{where}training.warmup_steps: {warmup} leaves nothing of the {params.steps(budget)} steps of budget {budget}; "
+                f"warm up for fewer, or raise budgets.{budget}.tokens."
             )
 
 
@@ -298,8 +305,11 @@ def parse(value: dict[str, Any], path: Path = NAME) -> Params:
         raise ValueError(f"{path}: {explain(error)}") from error
 
 
-def explain(error: ValidationError) -> str:
-    """The first mistake of a failed validation as one sentence that names the key, what was found and what is allowed."""
+def explain(error: ValidationError, kind: type[Strict] | None = None) -> str:
+    """The first mistake of a failed validation as one sentence that names the key, what was found and what is allowed.
+
+    kind: what was validated; None: a whole study.
+    """
     details = error.errors(include_url=False)
     # A union reports each of its branches: the one that went deepest is what the user meant.
     first = max(
@@ -314,7 +324,7 @@ def explain(error: ValidationError) -> str:
         case "missing":
             return f"{where}: is missing."
         case "extra_forbidden":
-            return f"{where}: is not a parameter; {nearest(str(first['loc'][-1]), _siblings(first['loc']))}"
+            return f"{where}: is not a parameter; {nearest(str(first['loc'][-1]), _siblings(first['loc'], kind or Params))}"
         case "value_error":
             reason = str(context["error"])
             return f"{where}: {reason}" if where else reason
@@ -331,9 +341,8 @@ def _is_branch(part: Any) -> bool:
     return isinstance(part, str) and bool(re.search(r"[\[\]()]|^(float|int|str|bool|constrained-.*|[A-Z]\w+)$", part))
 
 
-def _siblings(location: tuple[Any, ...]) -> list[str]:
-    """The keys that are allowed where an unknown one stands."""
-    kind: Any = Params
+def _siblings(location: tuple[Any, ...], kind: Any) -> list[str]:
+    """The keys that are allowed where an unknown one stands in a `kind`."""
     for part in location[:-1]:
         kind = _inside(kind, part)
     return (

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines import workspace
+from pipelines import tuning, workspace
 from pipelines.cells import Cell, Specs, cells, specs, version_table
 from pipelines.params import NAME, Params, load
 from stages.artifact import write_atomically
@@ -61,6 +61,7 @@ def context(params: Params) -> dict[str, Any]:
         "sources": {name: source.files for name, source in params.data.sources.items()},
         "roles": roles(params),
         "cells": {cell.name: asdict(cell) for cell in cells(params)},
+        "initial": {cell.name: source for cell in cells(params) if (source := tuning.source_of(params, cell))},
         "workers": {cell.name: _worker(params, cell) for cell in cells(params)} | {"default": _worker(params, None)},
     }
 

@@ -49,6 +49,9 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     spec = Spec.load(file)
     store = store_of(context)
     found = store.find(spec.key)
+    source = source_of(stage, cell, context)
+    if found is None and source is not None:
+        run(stage, source, ray=ray)  # an edge that dvc.yaml, the same for every study, does not have
     outcome = Outcome("present", folder=str(found)) if found else _make(request(stage, cell, spec, context, store), context, ray)
     if not outcome.done:
         if stage == "train" and outcome.folder:
@@ -59,6 +62,11 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
     _remember(stage, cell, spec, context, outcome)
     return outcome
+
+
+def source_of(stage: str, cell: str, context: dict[str, Any]) -> str | None:
+    """The cell whose weights this training starts from."""
+    return context.get("initial", {}).get(cell) if stage == "train" else None
 
 
 def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store) -> Request:
@@ -74,7 +82,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         stage=stage,
         cell=cell,
         spec=spec.model_dump(),
-        inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell).items()},
+        inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell, source_of(stage, cell, context)).items()},
         store=str(store.root),
         study=context["study"],
         settings={

@@ -53,9 +53,9 @@ def provenance_file(stage: str, cell: str) -> Path:
     return Path("provenance") / stage / f"{cell}.json"
 
 
-def inputs(spec: Spec, cell: str) -> dict[str, Path]:
-    """Where each input of a spec stands in the study's folder."""
-    return {name: default_input(name, cell) for name in spec.inputs}
+def inputs(spec: Spec, cell: str, source: str | None = None) -> dict[str, Path]:
+    """Where each input of a spec stands in the study's folder. source: the cell whose weights a training starts from."""
+    return {name: default_input(name, cell, source) for name in spec.inputs}
 
 
 def place(stage: str, cell: str, role: str | None, made: Path, folder: Path = Path("."), *, data: bool = True) -> None:

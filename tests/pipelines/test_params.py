@@ -36,6 +36,24 @@ def drop(path: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def tuned(init: Any, model: str = "tuned", layer: dict[str, Any] | None = None, **beside: Any) -> Callable[[dict[str, Any]], None]:
+    """A cell `tuned-tiny-1m` (a second one too, where `model` names it) that starts from another."""
+
+    def change(params: dict[str, Any]) -> None:
+        params["models"][model] = {**(layer or {"layer": "gla"}), "init_from": init, **beside}
+        if model not in params["grid"]["models"]:
+            params["grid"]["models"] = [*params["grid"]["models"], model]
+        params["learning_rates"][model] = {"tiny": {"1m": 1e-3}}
+
+    return change
+
+
+def both(*changes: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    return lambda params: [change(params) for change in changes] and None
+
+
+REPLACE = {"count": 1, "by": "memory_window", "layer": {"layer": "mesa"}}
+
 # what is changed -> words that the sentence must hold
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "unknown key": (put("gird", {}), ["gird", "not a parameter", "'grid'"]),
@@ -89,6 +107,41 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "utilization beyond 1": (put("accelerators/laptop/utilization", 30), ["accelerators.laptop.utilization", "30"]),
     "infinite cost": (put("accelerators/laptop/flops", float("inf")), ["accelerators.laptop.flops", "finite"]),
     "outputs": (put("outputs", "links"), ["outputs", "'links'", "pointers"]),
+    "start from no model": (tuned({"budget": "1m"}), ["models.tuned.init_from.model", "missing"]),
+    "start as text": (tuned("gla"), ["models.tuned.init_from", "'gla'", "dictionary"]),
+    "start from an unknown model": (tuned({"model": "glaa"}), ["models.tuned.init_from.model", "'glaa'", "'gla'"]),
+    "start from an unknown budget": (tuned({"model": "gla", "budget": "2m"}), ["models.tuned.init_from.budget", "'2m'", "1m"]),
+    "start with an unknown key": (tuned({"model": "gla", "dorp": []}), ["models.tuned.init_from.dorp", "'drop'"]),
+    "start from a cell that is not selected": (tuned({"model": "mamba2"}), ["models.tuned", "mamba2-tiny-1m", "select it"]),
+    "start from itself": (tuned({"model": "tuned"}), ["models.tuned", "tuned-tiny-1m starts from tuned-tiny-1m", "circle"]),
+    "start in a circle": (
+        both(tuned({"model": "other"}), tuned({"model": "tuned"}, "other")),
+        ["models.tuned", "tuned-tiny-1m starts from other-tiny-1m starts from tuned-tiny-1m", "circle"],
+    ),
+    "start from other sizes": (tuned({"model": "gla"}, layer={"layer": "gla", "convolution": 2}), ["models.tuned", "q_conv", "drop"]),
+    "drop nothing": (tuned({"model": "gla", "drop": ["*.betta"]}), ["models.tuned.init_from", "'*.betta'", "means no parameter"]),
+    "unknown override": (tuned({"model": "gla"}, training={"warmup": 1}), ["models.tuned.training.warmup", "'warmup_steps'"]),
+    "override out of bounds": (tuned({"model": "gla"}, training={"floor": 2}), ["models.tuned.training.floor", "2"]),
+    "own warm-up too long": (tuned({"model": "gla"}, training={"warmup_steps": 999}), ["models.tuned.training.warmup_steps", "999", "244"]),
+    "replace too many": (tuned({"model": "gla", "replace": {**REPLACE, "count": 3}}), ["models.tuned", "count", "3", "2"]),
+    "replace by nothing known": (tuned({"model": "gla", "replace": {**REPLACE, "by": "depth"}}), ["init_from.replace.by", "memory_window"]),
+    "replace an unknown layer": (
+        tuned({"model": "gla", "replace": {**REPLACE, "layer": {"layer": "messa"}}}),
+        ["models.tuned", "'messa'", "'mesa'"],
+    ),
+    "replace in a pattern": (
+        tuned({"model": "gla", "replace": REPLACE}, layer={"pattern": [{"layer": "gla"}]}),
+        ["models.tuned", "replace", "pattern"],
+    ),
+    "replace without windows": (
+        tuned({"model": "transformer", "replace": REPLACE}, layer={"layer": "attention"}),
+        ["models.tuned", "'attention'", "forget gate"],
+    ),
+    "replace another kind": (tuned({"model": "gla", "replace": REPLACE}, layer={"layer": "mamba2"}), ["models.tuned", "'gla'", "layer"]),
+    "start from replaced layers": (
+        both(tuned({"model": "gla", "replace": REPLACE}), tuned({"model": "tuned"}, "other")),
+        ["models.other.init_from", "'tuned'"],
+    ),
 }
 
 
