@@ -103,6 +103,18 @@ def test_a_step_that_is_not_finite_is_skipped_where_asked():
         assert np.array_equal(value, broken[key], equal_nan=True), key
 
 
+def test_bfloat16_activations_and_segments_are_torchs():
+    """Losses of activations of eight bits, of pieces that do not see each other; without segments they are others."""
+    segments = np.repeat(np.arange(2, dtype=np.int32), 12)[None].repeat(4, 0)
+    ours, theirs = (trainer_of("gla", kind, precision="bfloat16") for kind in (Trainer, TorchTrainer))
+    for number in range(3):
+        a, b = (step(trainer, number, segments=segments)["loss"] for trainer in (ours, theirs))
+        assert a == pytest.approx(b, rel=3e-3)
+    (apart, _), (together, _) = (theirs.nll(batch(), segments=given) for given in (segments, None))
+    assert np.abs(apart - together)[:, 12:].mean() > 0.1
+    assert ours.params["embedding"].dtype == np.float32
+
+
 def test_a_reference_in_float64(monkeypatch):
     """The recurrence as the paper writes it, all in float64, against the chunked form, whose blocks are computed again going backward."""
     single, curves = [step(trainer, number)["loss"] for trainer in [trainer_of("gla")] for number in range(4)], {}
