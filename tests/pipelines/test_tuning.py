@@ -102,3 +102,16 @@ def test_a_source_is_trained_first(study, tmp_path, monkeypatch):
     assert [record["inputs"]["initial"] for record in tuned] == [source["digest"]] * 2
     assert json.loads(Path("weights/surgery-tiny-1m/model.json").read_text())["replaced"] in ([0], [1])
     assert run.run("train", "tuned-tiny-1m", ray=False).status == "present"
+
+
+def test_the_example_of_the_manual_is_true():
+    text = (ROOT / "docs" / "fine-tuning.md").read_text()
+    params, example = read(ROOT / "pipelines" / "nano"), YAML(typ="safe").load(text.split("```yaml\n")[1].split("```")[0])
+    for table, entries in example.items():
+        params[table] |= entries
+    made = specs_of(params)
+    plain, *others = (made["train", f"{name}-tiny-1m"] for name in ("plain", "tuned", "surgery"))
+    assert all(spec.inputs["initial"] == plain.key for spec in others)
+    assert [spec.parameters["warmup_steps"] for spec in (plain, *others)] == [20, 10, 20]
+    surgery = model_of(parse(params), cells(parse(params))[2])
+    assert [layer.metaplasticity for layer in surgery.layers] == [True, False]
