@@ -138,8 +138,8 @@ def layers(only: str) -> list[dict[str, Any]]:
             }.items():
                 _keep(worst.setdefault(run, {}), found, exact, case)
         for run, errors in worst.items():
-            parameter, (largest, case) = max(((k, v) for k, v in errors.items() if k not in ("y", "d x")), key=lambda item: item[1])
-            columns = {"output": errors["y"][0], "at": errors["y"][1], "d x": errors["d x"][0], "d parameters": largest}
+            parameter, (largest, case) = max(((k, v) for k, v in errors.items() if k not in ("y", "d stream")), key=lambda item: item[1])
+            columns = {"output": errors["y"][0], "at": errors["y"][1], "d stream": errors["d stream"][0], "d parameters": largest}
             rows.append({"layer": name, "implementation": run} | columns | {"worst": f"{parameter} at {case}"})
     return rows
 
@@ -150,9 +150,9 @@ def _layer_in_torch(layer: Any, p: Numbers, x: np.ndarray, weight: np.ndarray, i
     from kernels import arrays
 
     kind = getattr(torch, dtype)
-    leaves = {key: torch.tensor(value, dtype=kind, requires_grad=True) for key, value in {**p, "x": x}.items()}
+    leaves = {key: torch.tensor(value, dtype=kind, requires_grad=True) for key, value in {**p, "stream": x}.items()}
     with _kernels(kernels):
-        y, _ = layer.forward({key: leaves[key] for key in p}, leaves["x"], segments=torch.tensor(ids), ops=arrays.load("torch"))
+        y, _ = layer.forward({key: leaves[key] for key in p}, leaves["stream"], segments=torch.tensor(ids), ops=arrays.load("torch"))
         found = torch.autograd.grad((y.double() * torch.tensor(weight)).sum(), list(leaves.values()))
     return {"y": y.detach().double().numpy()} | {f"d {key}": g.double().numpy() for key, g in zip(leaves, found, strict=True)}
 
@@ -164,11 +164,13 @@ def _layer_in_jax(layer: Any, p: Numbers, x: np.ndarray, weight: np.ndarray, ids
     from kernels import arrays
 
     def scored(leaves: dict[str, Any]) -> tuple[Any, Any]:
-        y, _ = layer.forward({key: leaves[key] for key in p}, leaves["x"], segments=jnp.asarray(ids), ops=arrays.load("jax"))
+        y, _ = layer.forward({key: leaves[key] for key in p}, leaves["stream"], segments=jnp.asarray(ids), ops=arrays.load("jax"))
         return (y * weight.astype(np.float32)).sum(), y
 
     with _kernels(""):
-        found, y = jax.jit(jax.grad(scored, has_aux=True))({key: jnp.asarray(value, jnp.float32) for key, value in {**p, "x": x}.items()})
+        found, y = jax.jit(jax.grad(scored, has_aux=True))(
+            {key: jnp.asarray(value, jnp.float32) for key, value in {**p, "stream": x}.items()}
+        )
     return {"y": np.asarray(y, np.float64)} | {f"d {key}": np.asarray(g, np.float64) for key, g in found.items()}
 
 
