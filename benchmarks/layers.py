@@ -20,14 +20,13 @@ from benchmarks.table import report
 
 CASES = {"one token": (2, 1, 2, 16), "16": (2, 37, 2, 16), "48": (2, 67, 2, 48), "96": (1, 71, 2, 96), "128": (1, 73, 1, 128)}  # B, T, H, K
 GRADIENTS = {"d q": ("q",), "d k": ("k",), "d v or x": ("v", "x"), "d decay": ("log_decay", "log_a"), "d write": ("beta", "log_input")}
-# Mesa is solved to the end here, as its reference is; its table below has other settings.
-LAYERS: dict[str, dict[str, Any]] = {
-    "attention": {"layer": "attention"}, "attention, window 32": {"layer": "attention", "window": 32}, "mamba2": {"layer": "mamba2"},
-    "gla": {"layer": "gla"}, "deltanet": {"layer": "deltanet"}, "gated_deltanet": {"layer": "gated_deltanet"}, "mlstm": {"layer": "mlstm"},
-    "hawk": {"layer": "hawk"}, "mesa": {"layer": "mesa", "eps": 0.0, "steps": 60}, "rls_mesa": {"layer": "rls_mesa"},
-    "palimpsa_d": {"layer": "palimpsa_d"}, "palimpsa_d, plain": {"layer": "palimpsa_d", "metaplasticity": False},
-    "palimpsa_m": {"layer": "palimpsa_m"}, "palimpsa_m, plain": {"layer": "palimpsa_m", "metaplasticity": False},
-}  # fmt: skip
+# Beside every layer with its defaults. Mesa is solved to the end, as its reference is; its own table has other settings.
+ENTRIES: dict[str, dict[str, Any]] = {
+    "attention, window 32": {"layer": "attention", "window": 32},
+    "mesa": {"layer": "mesa", "eps": 0.0, "steps": 60},
+    "palimpsa_d, plain": {"layer": "palimpsa_d", "metaplasticity": False},
+    "palimpsa_m, plain": {"layer": "palimpsa_m", "metaplasticity": False},
+}
 MESA = ("q", "k", "v", "log_decay", "beta", "lam")
 
 Numbers = dict[str, np.ndarray]
@@ -116,11 +115,12 @@ def _kernels(name: str) -> Iterator[None]:
 def layers(only: str) -> list[dict[str, Any]]:
     """A row a layer and implementation: the mixer alone, its parameters moved away from their special initial values."""
     from models import build_layer
+    from models.layers import LAYERS
     from models.parameters import initialise
     from tests.kernels.harness import split_documents
 
     rows = []
-    for name, entry in LAYERS.items():
+    for name, entry in sorted(({name: {"layer": name} for name in LAYERS} | ENTRIES).items()):
         if only not in name:
             continue
         worst: dict[str, Numbers] = {}
