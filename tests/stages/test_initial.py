@@ -233,3 +233,15 @@ def test_windows_are_the_same_under_jax():
     both = [models.build(GLA, DEEP, vocab_size=VOCABULARY, backend=backend) for backend in ("torch", "jax")]
     expected, found = (memory_windows(model, model.init(3), tokens_BT) for model in both)
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_layers_are_replaced_under_jax_too(tmp_path, budget, remembering):
+    pytest.importorskip("optax")
+    before, folder, longest_one = remembering
+    spec = tuned_spec(before, replace=REPLACE, steps=2, warmup_steps=0)
+    tune(spec, tmp_path / "jax", budget, folder, settings={"backend": "jax"})
+    tune(spec, tmp_path / "torch", budget, folder)
+    assert provenance(tmp_path / "jax")["replaced"] == [longest_one]
+    losses = [[row["loss"] for row in schemas.read(tmp_path / name / train.HISTORY, "history").to_pylist()] for name in ("jax", "torch")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
