@@ -75,11 +75,15 @@ class Accelerator(Strict):
 
 
 class Worker(Strict):
-    """What the worker of a cell needs. accelerator: a name of `accelerators`, or null for processors alone."""
+    """What the worker of a cell needs. accelerator: a name of `accelerators`, or null for processors alone; count: how many of it.
+
+    backend: which framework computes there; null: jax on a TPU, else torch.
+    """
 
     cpus: PositiveInt = 2
     accelerator: str | None = None
     count: PositiveInt = 1
+    backend: Literal["torch", "jax"] | None = None
 
 
 class Cluster(Strict):
