@@ -1,45 +1,19 @@
-"""The cells of a study, and every stage of each resolved to a plain spec: pure functions of params.yaml and the version table."""
+"""Every stage of every cell resolved to a plain spec: pure functions of params.yaml and the version table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from models.backbone import Model
 from pipelines import tuning
-from pipelines.params import Params
+from pipelines.params import Cell, Params, cells
 from stages import pack
 from stages.evaluate import takes
 from stages.spec import Spec
 
 VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
 VOCABULARY, PACK, ANALYZE = ("vocabulary", "vocabulary"), ("pack", "pack"), ("analyze", "analyze")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One model at one scale on one budget. group: the table of params.yaml that selects it."""
-
-    model: str
-    scale: str
-    budget: str
-    group: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}-{self.scale}-{self.budget}"
-
-
-def cells(params: Params) -> list[Cell]:
-    """Every cell of the study, in the order of params.yaml."""
-    return [
-        Cell(model, scale, budget, group)
-        for group, grid in params.groups().items()
-        for model in grid.models
-        for scale in grid.scales
-        for budget in grid.budgets
-    ]
 
 
 def version_table(path: Path = VERSIONS) -> dict[str, dict[str, int]]:
@@ -93,7 +67,7 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         what = {"model": entry, "scale": scale} | shape
         model = model_of(params, cell)
         layers = {f"layers.{layer.name}": versions["layers"][layer.name] for layer in model.layers}
-        training = params.training_of(cell.model).model_dump() | what
+        training = tuning.training_of(params, cell.model).model_dump() | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
         given = {"budget": pack.budget_key(packed, rows[cell.budget])}
         if (init := tuning.init_of(params.models[cell.model])) and (source := tuning.source_of(params, cell)):

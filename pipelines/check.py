@@ -6,9 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
-from pipelines.cells import cells
-from pipelines.params import Params, load
+from pipelines.params import Params, cells
 from pipelines.plan import GIB, TOKEN_BYTES
+from pipelines.reading import load
 
 NANO = "To see Strata work on this machine, run `make nano`."
 

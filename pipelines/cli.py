@@ -41,7 +41,7 @@ def study_folder(study: str | None) -> Path:
     for folder in (Path(study), Path("pipelines") / study, repository() / "pipelines" / study):
         if (folder / "params.yaml").is_file():
             return folder
-    from pipelines.params import nearest
+    from pipelines.mistakes import nearest
 
     known = [path.parent.name for path in (repository() / "pipelines").glob("*/params.yaml")]
     raise ValueError(f"There is no study {study!r}; {nearest(study, known)}")
@@ -61,7 +61,7 @@ def run(
     """Run one stage of the study in this folder, as dvc.yaml does: taken from the store if it is there."""
     from pipelines import run as running
     from pipelines import workspace
-    from pipelines.params import nearest
+    from pipelines.mistakes import nearest
 
     if stage == "resolve":
         from pipelines.check import require
@@ -95,7 +95,7 @@ def plan(
     """What a study takes, cell by cell, and what will run and why; nothing is run."""
     from pipelines import plan as planning
     from pipelines import run as running
-    from pipelines.params import load
+    from pipelines.reading import load
     from pipelines.resolve import context
 
     folder = study_folder(study)
@@ -111,7 +111,7 @@ def plan(
 def check(study: StudyArgument = None) -> None:
     """Is this study well formed, and could it run here?"""
     from pipelines.check import problems
-    from pipelines.params import load
+    from pipelines.reading import load
 
     folder = study_folder(study)
     params = load(folder)

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from pipelines import workspace
-from pipelines.cells import cells, specs, version_table
-from pipelines.params import load, nearest
+from pipelines.cells import specs, version_table
+from pipelines.mistakes import nearest
+from pipelines.params import cells
+from pipelines.reading import load
 from pipelines.resolve import context, roles
 from pipelines.run import root_of, store_of
 from pipelines.store import Busy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from pipelines.params import NAME, read
+from pipelines.reading import NAME, read
 from stages.artifact import write_atomically
 from stages.sources import Source
 from stages.sources import lock as pin_of
@@ -16,7 +16,7 @@ def lock(folder: Path) -> list[tuple[str, str | None, str]]:
     from pydantic import ValidationError
     from ruamel.yaml import YAML
 
-    from pipelines.params import explain
+    from pipelines.mistakes import explain
 
     read(folder)  # a clear sentence for what is no YAML or no table
     yaml = YAML()

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.cells import Cell, Specs, cells, model_of, specs, version_table
-from pipelines.params import Params
+from pipelines.cells import Specs, model_of, specs, version_table
+from pipelines.params import Cell, Params, cells
 from pipelines.resolve import roles
 from pipelines.states import State, states
 from pipelines.store import Store

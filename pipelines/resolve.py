@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import tuning, workspace
-from pipelines.cells import Cell, Specs, cells, specs, version_table
-from pipelines.params import NAME, Params, load
+from pipelines.cells import Specs, specs, version_table
+from pipelines.params import Cell, Params, cells
+from pipelines.reading import NAME, load
 from stages.artifact import write_atomically
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.cells import Specs, specs, version_table
-from pipelines.params import load, nearest
+from pipelines.mistakes import nearest
 from pipelines.plan import hours
+from pipelines.reading import load
 from pipelines.resolve import context, roles
 from pipelines.run import store_of
 from pipelines.states import last_progress, states

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 
 import models
+from pipelines.mistakes import explain, nearest
+from pipelines.params import Cell, Params, cells
 from stages.initial import Initial, stand_in, taken
 from stages.spec import Strict
+from stages.train import Training
 
 if TYPE_CHECKING:
     from models.backbone import Model
-    from pipelines.cells import Cell
-    from pipelines.params import Params
 
 BESIDE = ("init_from", "training")  # the keys of a model entry that build no model
 
@@ -54,9 +55,12 @@ def overrides_of(entry: dict[str, Any]) -> dict[str, Any]:
     return overrides.model_dump(exclude_none=True) if overrides else {}
 
 
-def _read(kind: type[Strict], entry: dict[str, Any], key: str) -> Any:
-    from pipelines.params import explain
+def training_of(params: Params, model: str) -> Training:
+    """The training parameters of a model's cells."""
+    return params.training.model_copy(update=overrides_of(params.models[model]))
 
+
+def _read(kind: type[Strict], entry: dict[str, Any], key: str) -> Any:
     if not isinstance(entry, dict) or entry.get(key) is None:
         return None
     try:
@@ -82,8 +86,6 @@ def source_of(params: Params, cell: Cell) -> str | None:
 
 def sources_first(params: Params) -> list[Cell]:
     """The study's cells, each behind the one that it starts from, else in their order."""
-    from pipelines.cells import cells
-
     known = {cell.name: cell for cell in cells(params)}
     found: dict[str, Cell] = {}
 
@@ -100,8 +102,6 @@ def sources_first(params: Params) -> list[Cell]:
 
 def check_entries(params: Params) -> None:
     """What each model entry says is well formed and names what there is. ValueError, one sentence, otherwise."""
-    from pipelines.params import nearest
-
     for name, entry in params.models.items():
         try:
             init = init_of(entry)
@@ -121,8 +121,6 @@ def check_entries(params: Params) -> None:
 
 def check_cells(params: Params) -> None:
     """Every source is a cell of the study, without circles, and what is taken over from it fits. ValueError, one sentence, otherwise."""
-    from pipelines.cells import cells
-
     known = {cell.name: cell for cell in cells(params)}
     for cell in known.values():
         _check_cell(params, cell, known)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipelines.params import read
+from pipelines.reading import read
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("kernels", "models", "stages", "pipelines")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.cells import cells
-from pipelines.params import load, parse, read
+from pipelines.params import cells
+from pipelines.reading import load, parse, read
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "pipelines" / "nano"

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipelines.cells import cells, specs, version_table
-from pipelines.params import parse
+from pipelines.cells import specs, version_table
+from pipelines.params import cells
+from pipelines.reading import parse
 from pipelines.workspace import dvc_stage
 from tests.pipelines.clone import Study
 

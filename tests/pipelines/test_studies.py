@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cells import cells, model_of
-from pipelines.params import load
+from pipelines.cells import model_of
+from pipelines.params import cells
+from pipelines.reading import load
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 STUDIES = sorted(path.parent.name for path in PIPELINES.glob("*/params.yaml"))

@@ -11,8 +11,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipelines import run, tuning
-from pipelines.cells import cells, model_of, specs, version_table
-from pipelines.params import parse, read
+from pipelines.cells import model_of, specs, version_table
+from pipelines.params import cells
+from pipelines.reading import parse, read
 from pipelines.resolve import context, resolve
 from stages import artifact
 from tests.pipelines.clone import small

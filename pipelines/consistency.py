@@ -1,0 +1,123 @@
+"""What params.yaml says fits together: names that exist, sizes that can be, rates and sources that are there. ValueError, one sentence, else."""
+
+from __future__ import annotations
+
+import re
+
+from pipelines import tuning
+from pipelines.mistakes import listed, nearest
+from pipelines.params import MODEL_NAME, PLAIN_NAME, Params, cells
+
+
+def check(params: Params) -> None:
+    """Raise a ValueError for the first thing that does not fit."""
+    for one in (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _places):
+        one(params)
+
+
+def _names(params: Params) -> None:
+    tables = {"models": (params.models, MODEL_NAME), "scales": (params.scales, PLAIN_NAME), "budgets": (params.budgets, PLAIN_NAME),
+              "data.sources": (params.data.sources, MODEL_NAME)}  # fmt: skip
+    for table, (entries, pattern) in tables.items():
+        for name in entries:
+            if not re.fullmatch(pattern, name):
+                letters = "small letters, digits, _" + (" and single -" if pattern == MODEL_NAME else "")
+                raise ValueError(f"{table}.{name}: a name here may hold {letters} only, since it becomes part of paths and stage names.")
+
+
+def _selections(params: Params) -> None:
+    seen: dict[str, str] = {}
+    for group, grid in params.groups().items():
+        for axis in ("models", "scales", "budgets"):
+            names = getattr(grid, axis)
+            if group == "grid" and not names:
+                raise ValueError(f"grid.{axis}: is empty, so the study has no cells; name at least one of {listed(getattr(params, axis))}.")
+            if not names and (grid.models or grid.scales or grid.budgets):
+                raise ValueError(f"{group}.{axis}: is empty while the group's other lists are not; fill it, or empty all three.")
+            for name in names:
+                if name not in getattr(params, axis):
+                    raise ValueError(f"{group}.{axis}: {name!r} is not defined under {axis}; {nearest(name, getattr(params, axis))}")
+        for model in grid.models:
+            for scale in grid.scales:
+                for budget in grid.budgets:
+                    cell = f"{model}-{scale}-{budget}"
+                    if cell in seen:
+                        where = f"in {seen[cell]} and again in {group}" if seen[cell] != group else f"twice in {group}"
+                        raise ValueError(f"{group}: cell {cell} is selected {where}; select it once.")
+                    seen[cell] = group
+
+
+def _entries(params: Params) -> None:
+    scale = next(iter(params.scales))
+    for name in params.models:
+        try:
+            tuning.model_at(params, name, scale)
+        except ValueError as error:
+            if not _selected_with_others(params, name):
+                raise ValueError(f"models.{name}: {error}") from error
+
+
+def _selected_with_others(params: Params, name: str) -> bool:
+    """Whether a model is only ever selected at scales of its own, so that its fault at the first one says nothing (see _sizes)."""
+    return any(name in grid.models for grid in params.groups().values())
+
+
+def _sizes(params: Params) -> None:
+    for model, scale in sorted({(cell.model, cell.scale) for cell in cells(params)}):
+        try:
+            tuning.model_at(params, model, scale)
+        except ValueError as error:
+            raise ValueError(f"models.{model} at scales.{scale}: {error}") from error
+    tokens = params.training.batch * params.packing.sequence_length
+    for name, budget in params.budgets.items():
+        if budget.tokens < tokens:
+            raise ValueError(
+                f"budgets.{name}.tokens: {budget.tokens} is less than one step's {tokens} (training.batch x packing.sequence_length)."
+            )
+    for model, budget in sorted({(cell.model, cell.budget) for cell in cells(params)}):
+        warmup = tuning.training_of(params, model).warmup_steps
+        if params.steps(budget) <= warmup:
+            where = "models." + model + "." if "warmup_steps" in tuning.overrides_of(params.models[model]) else ""
+            raise ValueError(
+                f"{where}training.warmup_steps: {warmup} leaves nothing of the {params.steps(budget)} steps of budget {budget}; "
+                f"warm up for fewer, or raise budgets.{budget}.tokens."
+            )
+
+
+def _rates(params: Params) -> None:
+    for table, entries in {"models": params.learning_rates, **{m: v for m, v in params.learning_rates.items()}}.items():
+        allowed = params.models if table == "models" else params.scales
+        for name in entries:
+            if name not in allowed:
+                where = "learning_rates" if table == "models" else f"learning_rates.{table}"
+                raise ValueError(f"{where}: {name!r} is not one of {'models' if table == 'models' else 'scales'}; {nearest(name, allowed)}")
+    for cell in cells(params):
+        if cell.budget not in params.learning_rates.get(cell.model, {}).get(cell.scale, {}):
+            raise ValueError(
+                f"learning_rates.{cell.model}.{cell.scale}.{cell.budget}: is missing, and cell {cell.name} of {cell.group} needs it."
+            )
+
+
+def _sources(params: Params) -> None:
+    roles = {source.role for source in params.data.sources.values()}
+    for role in ("training", "validation"):
+        if role not in roles:
+            raise ValueError(f"data.sources: no source has role {role!r}; a study needs at least one.")
+    for name, source in params.data.sources.items():
+        if source.pin is None:
+            raise ValueError(f"data.sources.{name}.pin: is missing, so its data could change unseen; `strata lock-data` writes it.")
+
+
+def _places(params: Params) -> None:
+    selected = [model for grid in (params.grid, params.references, params.sweep) for model in grid.models]
+    if params.analysis.baseline is not None and params.analysis.baseline not in selected:
+        raise ValueError(
+            f"analysis.baseline: {params.analysis.baseline!r} is not a model of the grid; {nearest(params.analysis.baseline, selected)}"
+        )
+    for name, worker in params.cluster.workers.items():
+        if name != "default" and name not in params.scales:
+            raise ValueError(f"cluster.workers: {name!r} is not a scale; {nearest(name, [*params.scales, 'default'])}")
+        if worker.accelerator is not None and worker.accelerator not in params.accelerators:
+            raise ValueError(
+                f"cluster.workers.{name}.accelerator: {worker.accelerator!r} is not under accelerators; {nearest(worker.accelerator, params.accelerators)}"
+            )
