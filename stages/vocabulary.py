@@ -18,7 +18,7 @@ from stages import artifact, provenance, sources
 from stages.command import main
 from stages.documents import SPECIAL, Tally, documents
 from stages.engine import told_of_full_disk
-from stages.sources import Reading
+from stages.sources import Identity, Reading
 from stages.spec import Context, Spec, Stopped, Strict
 from stages.tokenizer import BPE, GPT2_BOS, GPT2_SHA256, GPT2_SIZE, RECORD, byte_level
 
@@ -46,7 +46,7 @@ class Vocabulary(Strict):
 class Parameters(Vocabulary):
     """A spec's. sources: how the training sources are read, for bpe."""
 
-    sources: dict[str, Reading] = {}
+    sources: dict[str, Identity] = {}
 
 
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
@@ -77,6 +77,7 @@ def _train(parameters: Parameters, out: Path, context: Context) -> str:
         raise ValueError(
             "A bpe vocabulary is trained on the training sources, and this spec has none: give data.sources one with role training."
         )
+    files = _pinned(parameters, context)
     tokenizer = byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=parameters.size,
@@ -84,7 +85,7 @@ def _train(parameters: Parameters, out: Path, context: Context) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(parameters, out, context), trainer)
+    tokenizer.train_from_iterator(_texts(parameters, out, context, files), trainer)
     if (found := tokenizer.get_vocab_size()) != parameters.size:
         raise ValueError(
             f"The first {parameters.megabytes:g} MB of the training sources give {found} entries, wanted {parameters.size}: "
@@ -96,16 +97,23 @@ def _train(parameters: Parameters, out: Path, context: Context) -> str:
     return artifact.file_digest(out / BPE)
 
 
-def _texts(parameters: Parameters, out: Path, context: Context) -> Iterator[str]:
+def _pinned(parameters: Parameters, context: Context) -> dict[str, list[sources.File]]:
+    """Every source's files, sources by name. ValueError where they are not the ones that a sha256 pins: remote ones are read for it, too."""
+    listed = sources.listed(context, parameters.sources)
+    found = {name: sources.expand(listed[name], reading.pin) for name, reading in sorted(parameters.sources.items())}
+    for name, files in found.items():
+        pin = parameters.sources[name].pin
+        if pin is not None and pin.startswith("sha256:"):
+            sources.check(sources.digests(files), pin, f"the source {name!r}")
+    return found
+
+
+def _texts(parameters: Parameters, out: Path, context: Context, files: dict[str, list[sources.File]]) -> Iterator[str]:
     """The first documents of every source, in the sources' order by name; the last one of each is cut to size."""
-    share = int(parameters.megabytes * 1e6 / len(parameters.sources))
-    files = sources.listed(context, parameters.sources)
-    for name, reading in sorted(parameters.sources.items()):
-        found = sources.expand(files[name], reading.pin)
-        if all(file.local for file in found):
-            sources.check(sources.digests(found), reading.pin, f"the source {name!r}")  # remote ones: when they are tokenized
+    share = int(parameters.megabytes * 1e6 / len(files))
+    for name, found in files.items():
         left = share
-        for text in _documents(found, reading, out):
+        for text in _documents(found, parameters.sources[name], out):
             if context.stop_requested():
                 raise Stopped("nothing of the vocabulary is kept; it is quick to make")
             part = text[:left]

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stages import artifact, documents, tokenizer, vocabulary
+from stages import artifact, documents, sources, tokenizer, vocabulary
 from stages.spec import Spec
 from stages.vocabulary import Vocabulary
 from tests.stages.small_corpus import GPT2, WORDS, bpe_spec, context, make_vocabulary, texts, write_lines
@@ -95,6 +96,26 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path, spec, message):
     with pytest.raises(ValueError, match=message):
         vocabulary.run(spec, tmp_path / "v", {}, context({"text": [str(lines)]}))
     assert not (tmp_path / "v" / "artifact.json").exists()
+
+
+def test_a_remote_source_changed_under_its_pin_is_refused_before_anything_is_made(tmp_path):
+    memory = fsspec.filesystem("memory")
+    remote = "memory://vocabulary/text.jsonl"
+    given = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts(200)])
+    local = str(write_lines(tmp_path / "local.jsonl", [{"text": text} for text in texts(200, seed=1)]))
+    pins = {"local": sources.pin([local]), "remote": sources.pin([str(given)])}
+    spec = bpe_spec(sources={name: {"pin": pin} for name, pin in pins.items()})
+    files = {"local": [local], "remote": [remote]}
+    try:
+        memory.pipe(remote, given.read_bytes())
+        assert (make_vocabulary(tmp_path / "kept", spec, files) / "bpe.json").exists()
+        memory.pipe(remote, given.read_bytes() + b'{"text": "one more"}\n')
+        lines: list[dict] = []
+        with pytest.raises(ValueError, match="'remote' are not the pinned ones"):
+            vocabulary.run(spec, tmp_path / "v", {}, context(files, on_progress=lines.append))
+    finally:
+        memory.rm("/vocabulary", recursive=True)
+    assert not lines and not list((tmp_path / "v").iterdir())
 
 
 @pytest.mark.parametrize(
