@@ -22,7 +22,7 @@ CASES = {"one token": (2, 1, 2, 16), "16": (2, 37, 2, 16), "48": (2, 67, 2, 48),
 GRADIENTS = {"d q": ("q",), "d k": ("k",), "d v or x": ("v", "x"), "d decay": ("log_decay", "log_a"), "d write": ("beta", "log_input")}
 # Beside every layer with its defaults. Mesa is solved to the end, as its reference is; its own table has other settings.
 ENTRIES: dict[str, dict[str, Any]] = {
-    "attention, window 32": {"layer": "attention", "window": 32},
+    "attention, window 5": {"layer": "attention", "window": 5},
     "mesa": {"layer": "mesa", "eps": 0.0, "steps": 60},
     "palimpsa_d, plain": {"layer": "palimpsa_d", "metaplasticity": False},
     "palimpsa_m, plain": {"layer": "palimpsa_m", "metaplasticity": False},
