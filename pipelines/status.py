@@ -56,7 +56,7 @@ def show(folder: Path) -> None:
         failed = state.state == "to run" and outcome.get("status") == "failed"
         left = line.get("seconds_left")
         table.add_row(
-            stage, cell, "[red]failed[/]" if failed else state.state, f"{line['step']}/{line['of']}" if "of" in line else "",
+            stage, cell, "[red]failed[/]" if failed else state.state, f"{line['step']}/{line['of']}" if "step" in line and "of" in line else "",
             f"{line['tokens_per_second']:,.0f}" if line.get("tokens_per_second") else "", f"{line['loss']:.3f}" if line.get("loss") else "",
             f"{hours(left / 3600)} h" if left and state.state == "running" else "", (outcome.get("error") or "").strip().splitlines()[-1] if failed else "",
         )  # fmt: skip

@@ -266,7 +266,7 @@ class _Work:
             cursor = Cursor(**state["cursor"])
             rate = made / max(time.monotonic() - began, 1e-9)
             self.context.progress(
-                stage="pack", done=shard + 1, of=count, tokens=(shard + 1) * size * self.parameters.sequence_length, tokens_per_second=rate
+                stage="pack", step=shard + 1, of=count, tokens=(shard + 1) * size * self.parameters.sequence_length, tokens_per_second=rate
             )
             for epoch, rows in state["ends"]:
                 if epoch == self.parameters.epochs and shard * size + rows < self.rows:
@@ -318,7 +318,7 @@ class _Work:
                 if (name := digest(tokens[ends[one] : ends[one + 1]])) in own:
                     found.add(name)
             if done % 64 == 0:
-                self.context.progress(stage="pack", looking_for="validation documents in training", done=done, of=len(self.training.blocks))
+                self.context.progress(stage="pack", looking_for="validation documents in training", step=done, of=len(self.training.blocks))
         return found, own.total() - sum(own[name] for name in found)
 
     def budget(self, rows: int, shards: list[tuple[str, str]]) -> dict[str, Any]:

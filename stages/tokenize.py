@@ -26,7 +26,7 @@ from stages import artifact, provenance, schemas, sources, tokenizer, units
 from stages.command import main
 from stages.documents import Tally, documents
 from stages.engine import told_of_full_disk
-from stages.sources import File, Reading
+from stages.sources import File, Identity
 from stages.spec import Context, Spec, Stopped, fingerprint
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ PROGRESS_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class Parameters(Reading):
+class Parameters(Identity):
     """A spec's. source: the source's name, which every row carries."""
 
     source: str
@@ -201,7 +201,7 @@ class _Work:
             self.told = now
             rate = self.tokens / max(now - self.started, 1e-9)
             self.context.progress(
-                stage="tokenize", done=self.done, of=self.of, documents=self.documents, tokens=self.tokens, tokens_per_second=rate
+                stage="tokenize", step=self.done, of=self.of, documents=self.documents, tokens=self.tokens, tokens_per_second=rate
             )
 
 

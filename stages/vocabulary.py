@@ -111,7 +111,7 @@ def _pinned(parameters: Parameters, context: Context) -> dict[str, list[sources.
 def _texts(parameters: Parameters, out: Path, context: Context, files: dict[str, list[sources.File]]) -> Iterator[str]:
     """The first documents of every source, in the sources' order by name; the last one of each is cut to size."""
     share = int(parameters.megabytes * 1e6 / len(files))
-    for name, found in files.items():
+    for number, (name, found) in enumerate(files.items()):
         left = share
         for text in _documents(found, parameters.sources[name], out):
             if context.stop_requested():
@@ -119,7 +119,9 @@ def _texts(parameters: Parameters, out: Path, context: Context, files: dict[str,
             part = text[:left]
             yield part.decode(errors="ignore")
             left -= len(part)
-            context.progress(stage="vocabulary", source=name, megabytes=(share - left) / 1e6, of=share / 1e6)
+            read = share - left
+            # step, of: bytes of all sources; one with less text than its part ends early
+            context.progress(stage="vocabulary", step=number * share + read, of=len(files) * share, source=name, megabytes=read / 1e6)
             if left <= 0:
                 break
 

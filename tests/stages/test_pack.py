@@ -334,6 +334,14 @@ def test_no_training_tokens_and_too_few_for_validation(tmp_path, tokens):
 # Validation
 
 
+def test_progress_says_how_far_it_is(tmp_path, tokens):
+    lines: list[dict] = []
+    packed(tmp_path / "p", *tokens, vocab_size=BIG, budgets={"s": 40}, context=Context(on_progress=lines.append))
+    shards = [line for line in lines if "looking_for" not in line]
+    assert [(line["step"], line["of"]) for line in shards] == [(step, 5) for step in range(1, 6)]
+    assert shards[-1]["tokens"] == 40 * LENGTH and lines[0]["looking_for"] and lines[0]["step"] < lines[0]["of"]
+
+
 def test_validation_leaves_out_what_is_in_training(tmp_path, tokens):
     own, shared = numbered(9, seed=4, first=70_000), [numbered(60)[5], numbered(30, seed=1, first=10_000)[7]]
     held = make_tokens(tmp_path / "held", [*own[:4], shared[0], *own[4:], shared[1], shared[0]], vocab_size=BIG, group=3)

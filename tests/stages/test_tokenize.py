@@ -279,8 +279,8 @@ def test_progress_says_how_far_it_is(tmp_path, files, vocabulary, monkeypatch):
     monkeypatch.setattr(tokenize, "PROGRESS_SECONDS", 0.0)
     lines = []
     out = tokenized(tmp_path / "out", vocabulary, files, on_progress=lines.append, progress_file=tmp_path / "progress.jsonl")
-    assert [line["done"] for line in lines] == sorted(line["done"] for line in lines) and {line["of"] for line in lines} == {3}
-    assert lines[-1]["done"] == 3 and lines[-1]["documents"] == 90 and lines[-1]["tokens"] == sum(len(row["tokens"]) for row in rows(out))
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines) and {line["of"] for line in lines} == {3}
+    assert lines[-1]["step"] == 3 and lines[-1]["documents"] == 90 and lines[-1]["tokens"] == sum(len(row["tokens"]) for row in rows(out))
     assert all(line["tokens_per_second"] >= 0 for line in lines)
 
 

@@ -80,7 +80,11 @@ def test_a_vocabulary_is_trained_on_the_first_text_of_every_source(tmp_path):
     files = {name: [str(write_lines(tmp_path / f"{name}.jsonl", [{"text": word * 3} for word in words]))] for name, words in
              {"b": [" zebra zebra"] * 50, "a": [" apple apple"] * 50 + [" never"] * 5000}.items()}  # fmt: skip
     spec = bpe_spec(267, megabytes=0.003, sources={"a": {}, "b": {}})
-    out = make_vocabulary(tmp_path / "v", spec, files)
+    lines: list[dict] = []
+    out = tmp_path / "v"
+    vocabulary.run(spec, out, {}, context(files, on_progress=lines.append))
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines) and {line["of"] for line in lines} == {3000}
+    assert lines[0]["source"] == "a" and lines[-1]["source"] == "b" and lines[-1]["step"] == 3000
     words = set(json.loads((out / "bpe.json").read_text())["model"]["vocab"])
     assert {"Ġapple", "Ġzebra"} <= words and not any("ev" in word for word in words)
 
