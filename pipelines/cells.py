@@ -10,7 +10,7 @@ from pipelines import tuning
 from pipelines.params import Cell, Params, cells
 from stages import pack
 from stages.evaluate import takes
-from stages.spec import Spec
+from stages.spec import Spec, Strict
 
 VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
 VOCABULARY, PACK, ANALYZE = ("vocabulary", "vocabulary"), ("pack", "pack"), ("analyze", "analyze")
@@ -46,28 +46,25 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         found[stage, cell] = made
         return made
 
-    def identity(name: str) -> dict[str, Any]:
-        return sources[name].model_dump(exclude={"role", "files"})
-
     by_role = {role: [name for name, source in sources.items() if source.role == role] for role in ("training", "validation", "evaluation")}
-    learned = {"sources": {name: identity(name) for name in by_role["training"]}} if params.vocabulary.kind == "bpe" else {}
-    vocabulary = spec(*VOCABULARY, params.vocabulary.model_dump() | learned, {})
+    learned = {"sources": {name: sources[name].identity() for name in by_role["training"]}} if params.vocabulary.kind == "bpe" else {}
+    vocabulary = spec(*VOCABULARY, plain(params.vocabulary) | learned, {})
     for name in sources:
-        spec("tokenize", name, {"source": name, **identity(name)}, {"vocabulary": vocabulary.key})
+        spec("tokenize", name, {"source": name, **sources[name].identity()}, {"vocabulary": vocabulary.key})
 
     shape = {"vocab_size": params.vocabulary.size, "bos": params.vocabulary.bos, "sequence_length": params.packing.sequence_length}
     rows = {
         name: params.steps(name) * params.training.batch for name in params.budgets if any(cell.budget == name for cell in cells(params))
     }
     tokens = {f"{role}/{name}": found["tokenize", name].key for role in ("training", "validation") for name in by_role[role]}
-    packed = spec(*PACK, params.packing.model_dump() | shape | {"budgets": rows}, tokens)
+    packed = spec(*PACK, plain(params.packing) | shape | {"budgets": rows}, tokens)
 
     for cell in tuning.sources_first(params):
         entry, scale = tuning.layers_of(params.models[cell.model]), params.scales[cell.scale].model_dump()
         what = {"model": entry, "scale": scale} | shape
         model = model_of(params, cell)
         layers = {f"layers.{layer.name}": versions["layers"][layer.name] for layer in model.layers}
-        training = tuning.training_of(params, cell.model).model_dump() | what
+        training = plain(tuning.training_of(params, cell.model)) | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
         given = {"budget": pack.budget_key(packed, rows[cell.budget])}
         if (init := tuning.init_of(params.models[cell.model])) and (source := tuning.source_of(params, cell)):
@@ -83,18 +80,34 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         )
 
         settings = {name: setting.options() for name, setting in params.evaluation.settings.items() if takes(model, setting)}
-        evaluation = params.evaluation.model_dump() | what | {"settings": settings}
+        evaluation = plain(params.evaluation) | what | {"settings": settings}
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
         spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
 
     spec(
         *ANALYZE,
-        params.analysis.model_dump() | {"cells": [_summary(params, cell) for cell in cells(params)]},
+        plain(params.analysis) | {"cells": [_summary(params, cell) for cell in cells(params)]},
         {f"history/{cell.name}": found["train", cell.name].key for cell in cells(params)}
         | {f"evaluations/{cell.name}": found["evaluate", cell.name].key for cell in cells(params)},
     )
     return found
+
+
+def plain(parameters: Strict) -> dict[str, Any]:
+    """Parameters as a spec holds them: what differs from the defaults, so that a new option leaves every key; a default that changes numbers
+    raises a version instead."""
+    return parameters.model_dump(exclude_defaults=True)
+
+
+def makers(study: Specs) -> dict[str, tuple[str, str]]:
+    """input key -> (key of the artifact that holds it, path in it): of every key that some spec of the study names as an input."""
+    found = {spec.key: (spec.key, "") for spec in study.values()}
+    packed = study[PACK]
+    for name, rows in packed.parameters["budgets"].items():
+        found[pack.budget_key(packed, rows)] = (packed.key, f"{pack.BUDGETS}/{name}.json")
+    found[pack.validation_key(packed)] = (packed.key, pack.VALIDATION)
+    return {key: found[key] for spec in study.values() for key in spec.inputs.values()}
 
 
 def _summary(params: Params, cell: Cell) -> dict[str, Any]:

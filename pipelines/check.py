@@ -56,8 +56,13 @@ def _disk(params: Params, folder: Path) -> list[str]:
 
 def _accelerators(params: Params) -> list[str]:
     """Kinds of chips that cells ask for and this node lacks; a cluster named by RAY_ADDRESS is asked when work arrives there."""
+    found = [
+        f"cluster.workers.{name}.count: is {worker.count}, but a cell trains on one GPU so far; use 1."
+        for name, worker in params.cluster.workers.items()
+        if worker.accelerator and worker.count > 1 and params.accelerators[worker.accelerator].kind == "gpu"
+    ]
     if os.environ.get("RAY_ADDRESS"):
-        return []
+        return found
     from pipelines.nodes import accelerators
 
     here = accelerators()
@@ -65,7 +70,6 @@ def _accelerators(params: Params) -> list[str]:
     for worker in (params.worker(cell.scale) for cell in cells(params)):
         if worker.accelerator:
             wanted[worker.accelerator] = max(worker.count, wanted.get(worker.accelerator, 0))
-    found = []
     for name, number in sorted(wanted.items()):
         kind = params.accelerators[name].kind
         if kind != "cpu" and here.get(kind, 0) < number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from stages.analyze import Analysis
 from stages.evaluate import Evaluation
@@ -84,13 +84,20 @@ class Worker(Strict):
 class Cluster(Strict):
     """Where work goes and how much of it at once: never part of what a result is.
 
-    storage: the store's folder seen by all nodes; null: .strata/ in the repository. workers: by scale; "default" for the other stages.
+    storage: the store's folder seen by all nodes (no URL: buckets are not supported yet); null: .strata/ in the repository. workers: by scale; "default" for the other stages.
     retries: after a lost worker or node, not after an error.
     """
 
     storage: str | None = None
     workers: dict[str, Worker] = {}
     retries: Annotated[int, Field(ge=0)] = 2
+
+    @field_validator("storage")
+    @classmethod
+    def _a_folder(cls, value: str | None) -> str | None:
+        if value is not None and "://" in value:
+            raise ValueError(f"is {value!r}, a URL; the store is a folder that all nodes see (buckets are not supported yet)")
+        return value
 
 
 class Params(Strict):

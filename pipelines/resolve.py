@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import tuning, workspace
-from pipelines.cells import Specs, specs, version_table
+from pipelines.cells import Specs, makers, specs, version_table
 from pipelines.params import Cell, Params, cells
 from pipelines.reading import NAME, load
 from stages.artifact import write_atomically
@@ -39,7 +39,7 @@ def _write(folder: Path, params: Params, study: Specs) -> None:
     for path, spec in wanted.items():
         # One value a line: a person can read a change of it, and so can git.
         write_atomically(path, json.dumps(spec.model_dump(), indent=1, sort_keys=True) + "\n")
-    write_atomically(folder / workspace.CONTEXT, json.dumps(context(params), indent=1, sort_keys=True) + "\n")
+    write_atomically(folder / workspace.CONTEXT, json.dumps(context(params) | {"makers": makers(study)}, indent=1, sort_keys=True) + "\n")
     workspace.prune(set(study), roles(params), folder)
     for role in ("training", "validation", "evaluation"):
         (folder / "tokens" / role).mkdir(parents=True, exist_ok=True)  # a role without sources is an empty folder to DVC, not a missing one

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from pipelines import workspace
 from pipelines.store import Store
 from pipelines.work import Outcome, Request, execute
+from stages import artifact
+from stages.command import HISTORY
 from stages.spec import Spec
 
 STORE = ".strata"
+FLOORS = ("kernels", "models", "stages", "pipelines")
 REMEMBERED = ("train", "evaluate", "analyze")  # what MLflow hears of
 
 
@@ -29,8 +34,8 @@ class Unfinished(Exception):
 
 
 def store_of(context: dict[str, Any], folder: Path = Path(".")) -> Store:
-    """The store that the study's settings name: a folder, or .strata/ in the repository."""
-    return Store(Path(context["storage"]).expanduser() if context["storage"] else root_of(context, folder) / STORE)
+    """The store that the study's settings name: a folder (a relative one is seen from the repository's root), or .strata/ there."""
+    return Store(root_of(context, folder) / Path(context["storage"] or STORE).expanduser())
 
 
 def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
@@ -52,7 +57,12 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     source = source_of(stage, cell, context)
     if found is None and source is not None:
         run(stage, source, ray=ray)  # an edge that dvc.yaml, the same for every study, does not have
-    outcome = Outcome("present", folder=str(found)) if found else _make(request(stage, cell, spec, context, store), context, ray)
+    wanted = request(stage, cell, spec, context, store)
+    if found and (strange := _strange_input(found, wanted)):
+        print(f"{stage} {cell}: the store's was made from another {strange} than there is now; it is made again.", file=sys.stderr)
+        store.forget(spec.key)
+        found = None
+    outcome = Outcome("present", folder=str(found)) if found else _make(wanted, context, ray)
     if not outcome.done:
         if stage == "train" and outcome.folder:
             _remember(stage, cell, spec, context, outcome)
@@ -69,6 +79,38 @@ def source_of(stage: str, cell: str, context: dict[str, Any]) -> str | None:
     return context.get("initial", {}).get(cell) if stage == "train" else None
 
 
+def _strange_input(found: Path, wanted: Request) -> str | None:
+    """The first input of an artifact whose data is not what it was made from (a training made again on a GPU, say), or None."""
+    recorded = artifact.read(found)["inputs"]
+    for name, path in wanted.inputs.items():
+        now = _digest(Path(path))
+        if now is not None and recorded.get(name, now) != now:
+            return name
+    return None
+
+
+def _digest(path: Path) -> str | None:
+    """The recorded digest of an input: a folder's, a budget's or a table's; None where it is not there whole."""
+    try:
+        if path.suffix == ".parquet":
+            from stages.schemas import recorded_digest
+
+            return recorded_digest(path)
+        return artifact.read(path)["digest"] if path.is_dir() else json.loads(path.read_text())["digest"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _inputs(spec: Spec, cell: str, source: str | None, context: dict[str, Any], store: Store) -> dict[str, str]:
+    """Where each input is read: in the store, where nothing moves under a stage that runs; in the study's folder where the store lacks it."""
+    paths = {}
+    for name, here in workspace.inputs(spec, cell, source).items():
+        maker, inside = context["makers"][spec.inputs[name]]
+        found = store.find(maker)
+        paths[name] = str(found / (HISTORY if name.startswith("history/") else inside) if found else here.absolute())
+    return paths
+
+
 def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store) -> Request:
     """What is to be made, with all that depends on the place."""
     worker = context["workers"].get(cell, context["workers"]["default"])
@@ -82,7 +124,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         stage=stage,
         cell=cell,
         spec=spec.model_dump(),
-        inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell, source_of(stage, cell, context)).items()},
+        inputs=_inputs(spec, cell, source_of(stage, cell, context), context, store),
         store=str(store.root),
         study=context["study"],
         settings={
@@ -93,7 +135,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
             "backend": worker.get("backend") or ("jax" if chip and chip["kind"] == "tpu" else "torch"),
         },
         threads=min(worker["cpus"], os.cpu_count() or 1),
-        device="auto",
+        device="cuda" if chip and chip["kind"] == "gpu" else "auto",  # a GPU that torch does not see is an error, never a processor instead
         resources=resources,
         retries=context["retries"],
     )
@@ -113,14 +155,18 @@ def _sources(stage: str, cell: str, context: dict[str, Any]) -> list[str] | dict
 
 
 def commit(folder: Path = Path(".")) -> dict[str, Any]:
-    """The git commit of the repository and whether tracked files differ from it; nothing outside a repository."""
+    """The git commit of the repository, and whether tracked files differ from it or code stands beside it; nothing outside a repository."""
 
     def git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "HEAD")
-    return {} if head is None else {"commit": head, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    if head is None:
+        return {}
+    code = [f":(glob,top){floor}/**/*.{ending}" for floor in FLOORS for ending in ("py", "yaml")]
+    changed = git("status", "--porcelain", "--untracked-files=no") or git("ls-files", "--others", "--exclude-standard", "--", *code)
+    return {"commit": head, "dirty": bool(changed)}
 
 
 def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:

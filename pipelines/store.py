@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -42,9 +43,17 @@ class Busy(Exception):
         )
 
 
+def _namespace() -> str:
+    """What tells this machine's process numbers from those of a container, or another machine, of the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def _process_is_alive(holder: dict[str, Any]) -> bool | None:
     """Whether the holder's process runs; None where that cannot be seen from here."""
-    if holder.get("host") != socket.gethostname():
+    if holder.get("host") != socket.gethostname() or holder.get("namespace") != _namespace():
         return None
     try:
         process = psutil.Process(holder["pid"])
@@ -165,7 +174,7 @@ class Store:
             target.mkdir()
         except FileExistsError:
             raise Busy({}, 0.0) from None
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+        holder = {"host": socket.gethostname(), "namespace": _namespace(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         artifact.write_atomically(target / "heartbeat", json.dumps(holder))
         artifact.write_atomically(self.folder(key) / "spec.json", spec)
         return Lease(target, self)
@@ -242,8 +251,8 @@ class Store:
                 return
             except ValueError:
                 shutil.rmtree(unit)
-        partial = unit.with_name(f".partial-{key}-{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".partial-{key}-", dir=unit.parent))
         link_tree(folder, partial)
         try:
             partial.rename(unit)

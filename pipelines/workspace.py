@@ -9,13 +9,13 @@ from typing import Any
 
 from pipelines.files import link, link_tree
 from stages import artifact, provenance
-from stages.command import WORKSPACE, default_input
+from stages.command import HISTORY, WORKSPACE, default_input
 from stages.spec import Spec
 
 CONTEXT = Path("context.json")
 STAGES = ("vocabulary", "tokenize", "pack", "train", "evaluate", "analyze")
 # What an attempt's folder holds beside the artifact: the work's own, never an output.
-WORKING = ("checkpoints", "progress.jsonl", "history.parquet", "heartbeat", "outcome.json", "stop", "published", provenance.NAME)
+WORKING = ("checkpoints", "progress.jsonl", HISTORY, "heartbeat", "outcome.json", "stop", "published", provenance.NAME)
 
 
 def spec_file(stage: str, cell: str) -> Path:
@@ -62,11 +62,13 @@ def place(stage: str, cell: str, role: str | None, made: Path, folder: Path = Pa
     """Link a published artifact's files to where the study keeps them. With data=False, its record alone (`outputs: pointers`)."""
     target = folder / output(stage, cell, role)
     shutil.rmtree(target, ignore_errors=True)
-    records = ("budgets/",) if stage == "pack" else ()  # small, and what training depends on: always here
-    link_tree(made, target, lambda name: _is_output(name) and (data or name.endswith(artifact.NAME) or name.startswith(records)))
-    link(made / provenance.NAME, folder / provenance_file(stage, cell))
-    if stage == "train":
-        link(made / "history.parquet", folder / history_file(cell))
+    small = ("budgets/",) if stage == "pack" else ()  # small, and what training depends on: always here
+    link_tree(made, target, lambda name: _is_output(name) and (data or name.endswith(artifact.NAME) or name.startswith(small)))
+    records = {provenance.NAME: provenance_file(stage, cell)} | ({HISTORY: history_file(cell)} if stage == "train" else {})
+    for name, place in records.items():
+        if not (made / name).is_file():
+            raise ValueError(f"The store's {stage} of {cell} lacks {name}: `strata forget {stage}/{cell}` has it made again.")
+        link(made / name, folder / place)
 
 
 def _is_output(name: str) -> bool:

@@ -13,6 +13,7 @@ from stages.spec import Context, Spec, Stopped
 
 Run = Callable[[Spec, Path, dict[str, Path], Context], None]
 
+HISTORY = "history.parquet"  # of a training, beside its weights
 EXIT_MISTAKE = 2
 EXIT_STOPPED = 130
 

@@ -69,11 +69,22 @@ class Reading(Strict):
         return value
 
 
+class Identity(Reading):
+    """A source as a spec holds it. files: where the pin is a revision, which names a whole repository; a digest needs no names."""
+
+    files: list[str] = []
+
+
 class Source(Reading):
     """`data.sources.<name>` of params.yaml. files: paths, globs, folders or URLs; relative ones are seen from the study's folder."""
 
     role: Role
     files: list[str] = Field(min_length=1)
+
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on of it, as plain values; defaults are left out (docs/decisions.md)."""
+        pinned_as_whole = self.pin is not None and self.pin.startswith("revision:")
+        return self.model_dump(exclude={"role"} if pinned_as_whole else {"role", "files"}, exclude_defaults=True)
 
 
 @dataclass(frozen=True)
