@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from pipelines import tuning
 from pipelines.mistakes import listed, nearest
 from pipelines.params import MODEL_NAME, PLAIN_NAME, Params, cells
+from stages.evaluate import VALIDATION, takes
 
 
 def check(params: Params) -> None:
     """Raise a ValueError for the first thing that does not fit."""
-    for one in (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _places):
+    for one in (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _settings, _places):
         one(params)
 
 
@@ -53,13 +55,13 @@ def _entries(params: Params) -> None:
         try:
             tuning.model_at(params, name, scale)
         except ValueError as error:
-            if not _selected_with_others(params, name):
+            if not _selected(params, name):
                 raise ValueError(f"models.{name}: {error}") from error
 
 
-def _selected_with_others(params: Params, name: str) -> bool:
-    """Whether a model is only ever selected at scales of its own, so that its fault at the first one says nothing (see _sizes)."""
-    return any(name in grid.models for grid in params.groups().values())
+def _selected(params: Params, model: str) -> bool:
+    """Whether some group selects the model: then _sizes tells its fault, at a scale that it is selected at."""
+    return any(model in grid.models for grid in params.groups().values())
 
 
 def _sizes(params: Params) -> None:
@@ -85,12 +87,16 @@ def _sizes(params: Params) -> None:
 
 
 def _rates(params: Params) -> None:
-    for table, entries in {"models": params.learning_rates, **{m: v for m, v in params.learning_rates.items()}}.items():
-        allowed = params.models if table == "models" else params.scales
-        for name in entries:
-            if name not in allowed:
-                where = "learning_rates" if table == "models" else f"learning_rates.{table}"
-                raise ValueError(f"{where}: {name!r} is not one of {'models' if table == 'models' else 'scales'}; {nearest(name, allowed)}")
+    def known(where: str, names: Iterable[str], axis: str) -> None:
+        for name in names:
+            if name not in getattr(params, axis):
+                raise ValueError(f"{where}: {name!r} is not one of {axis}; {nearest(name, getattr(params, axis))}")
+
+    known("learning_rates", params.learning_rates, "models")
+    for model, scales in params.learning_rates.items():
+        known(f"learning_rates.{model}", scales, "scales")
+        for scale, budgets in scales.items():
+            known(f"learning_rates.{model}.{scale}", budgets, "budgets")
     for cell in cells(params):
         if cell.budget not in params.learning_rates.get(cell.model, {}).get(cell.scale, {}):
             raise ValueError(
@@ -106,6 +112,26 @@ def _sources(params: Params) -> None:
     for name, source in params.data.sources.items():
         if source.pin is None:
             raise ValueError(f"data.sources.{name}.pin: is missing, so its data could change unseen; `strata lock-data` writes it.")
+    if VALIDATION in _evaluated(params):
+        raise ValueError(
+            f"data.sources.{VALIDATION}: the packed validation rows are evaluated under this name; give the text set another one."
+        )
+
+
+def _evaluated(params: Params) -> list[str]:
+    """The text sets: the sources of evaluation."""
+    return [name for name, source in params.data.sources.items() if source.role == "evaluation"]
+
+
+def _settings(params: Params) -> None:
+    for model, scale in sorted({(cell.model, cell.scale) for cell in cells(params)}):
+        built = tuning.model_at(params, model, scale)
+        for name, setting in params.evaluation.settings.items():
+            if takes(built, setting):
+                try:
+                    built.with_setting(setting.options())
+                except ValueError as error:
+                    raise ValueError(f"evaluation.settings.{name}: for models.{model}, {error}") from error
 
 
 def _places(params: Params) -> None:
@@ -114,6 +140,8 @@ def _places(params: Params) -> None:
         raise ValueError(
             f"analysis.baseline: {params.analysis.baseline!r} is not a model of the grid; {nearest(params.analysis.baseline, selected)}"
         )
+    if params.analysis.headline not in (sets := [VALIDATION, *_evaluated(params)]):
+        raise ValueError(f"analysis.headline: {params.analysis.headline!r} is not a text set; {nearest(params.analysis.headline, sets)}")
     for name, worker in params.cluster.workers.items():
         if name != "default" and name not in params.scales:
             raise ValueError(f"cluster.workers: {name!r} is not a scale; {nearest(name, [*params.scales, 'default'])}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from stages import artifact, provenance, sources
 from stages.command import main
@@ -33,10 +33,17 @@ class Vocabulary(Strict):
     megabytes: float = Field(default=8.0, gt=0)
 
     @model_validator(mode="after")
-    def _size(self) -> Vocabulary:
+    def _of_its_kind(self) -> Vocabulary:
         if self.kind == "gpt2" and self.size != GPT2_SIZE:
             raise ValueError(f"the gpt2 vocabulary has {GPT2_SIZE} entries, found size {self.size}; leave size out, or use kind: bpe")
+        if self.kind == "gpt2" and "megabytes" in self.model_fields_set:
+            raise ValueError("the gpt2 vocabulary is trained on nothing; leave megabytes out, or use kind: bpe")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_megabytes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What it is made from: gpt2's depends on no text, so its dump, which a spec holds, has no megabytes."""
+        return {name: value for name, value in dump(self).items() if name != "megabytes" or self.kind == "bpe"}
 
     @property
     def bos(self) -> int:

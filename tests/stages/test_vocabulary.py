@@ -123,11 +123,25 @@ def test_a_remote_source_changed_under_its_pin_is_refused_before_anything_is_mad
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": "gpt2", "size": 50000}, {"kind": "bpe", "size": 256}, {"kind": "word"}, {"kind": "bpe", "size": 300, "megabytes": 0}]
+    "wrong",
+    [
+        {"kind": "gpt2", "size": 50000},
+        {"kind": "gpt2", "megabytes": 8.0},
+        {"kind": "bpe", "size": 256},
+        {"kind": "word"},
+        {"kind": "bpe", "size": 300, "megabytes": 0},
+    ],
 )
 def test_a_wrong_vocabulary_is_refused(wrong):
     with pytest.raises(ValidationError):
         Vocabulary.model_validate(wrong)
+
+
+def test_megabytes_are_part_of_a_trained_vocabulary_alone():
+    assert Vocabulary(kind="gpt2").model_dump() == {"kind": "gpt2", "size": 50257}
+    assert Vocabulary(kind="bpe", size=300).model_dump() == {"kind": "bpe", "size": 300, "megabytes": 8.0}
+    for one in (Vocabulary(kind="gpt2"), Vocabulary(kind="bpe", size=300, megabytes=2.0)):
+        assert Vocabulary.model_validate(one.model_dump()) == one
 
 
 # Tokenizers
