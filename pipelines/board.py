@@ -103,12 +103,19 @@ class Board:
     def leave(self, session: str) -> None:
         self._driver(session).unlink(missing_ok=True)
 
+    def forget(self, session: str) -> None:
+        """Clear away what a session that is gone has left: its requests, and its driver's sign of life."""
+        for path in (self.folder / "requests").glob("*.json"):
+            if (_read(path) or {}).get("session") == session:
+                path.unlink(missing_ok=True)
+        self.leave(session)
+
     def driver(self, session: str) -> dict[str, Any] | None:
         """What the driver of this session last said of itself, or None."""
         return _read(self._driver(session))
 
     def drivers(self) -> list[dict[str, Any]]:
-        """The same of every session, alive or not."""
+        """The same of every session whose driver has not left, alive or not."""
         return [record for path in sorted((self.folder / "drivers").glob("*.json")) if (record := _read(path))]
 
     def _request(self, key: str) -> Path:

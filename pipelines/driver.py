@@ -84,6 +84,12 @@ class Driver:
         self.work: dict[str, Work] = {}
         self._beaten = 0.0
 
+    def clear(self) -> None:
+        """Forget the sessions whose drivers were on this host and are no more: nobody else takes up their requests."""
+        for record in self.board.drivers():
+            if record["session"] != self.session and record.get("host") == self.facts["host"] and not head.runs(record):
+                self.board.forget(record["session"])
+
     def turn(self) -> bool:
         """Look at the board and at the tasks once. Returns whether anything is left to do."""
         wanted = {item.request.key: item for item in self.board.wanted(self.session)}
@@ -199,8 +205,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--job", default="", help="its own submission id")
     options = parser.parse_args(arguments)
 
-    ray.init(log_to_driver=False, logging_level="warning")
     driver = Driver(options.store, options.study, options.session, options.job)
+    driver.clear()
+    ray.init(log_to_driver=False, logging_level="warning")
     driver.beat()
     idle = time.monotonic()
     while True:
