@@ -467,17 +467,3 @@ def test_memory_is_a_window_and_not_the_corpus(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
-
-
-# Numbers that must not move unless the stage's version does (design, section 2).
-
-
-def test_golden_rows(tmp_path, tokens):
-    packed(tmp_path / "p", *tokens, vocab_size=BIG, budgets={"s": 16})
-    budget = json.loads((tmp_path / "p" / "budgets" / "s.json").read_text())
-    assert [digest[:21] for _, digest, _ in budget["shards"]] == GOLDEN_DIGESTS
-    assert schemas.metadata(tmp_path / "p" / "validation" / "rows.parquet", "packed")["strata.digest"][:21] == GOLDEN_VALIDATION
-
-
-GOLDEN_DIGESTS = ["data:751d6425230b8662", "data:bb38806ba4f3ad4f"]
-GOLDEN_VALIDATION = "data:ba797be80a2c02d9"
