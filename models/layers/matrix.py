@@ -227,7 +227,7 @@ class MatrixLayer(Layer):
         return maps + convolutions + product(len(self.gates), self.width, self.heads)
 
     def recurrence_flops(self, length: int) -> float:
-        """The chunked recurrence of one head, forward, a token: read-out 2CK + 2CV + 2KV and state 2KV (mesanet.md, section 7)."""
+        """The chunked recurrence of one head, forward, a token: read-out 2CK + 2CV + 2KV and state 2KV (MesaNet, Eq. 9)."""
         return readout_flops(length, self.key_size, self.value_size) + product(self.key_size, self.value_size)
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:

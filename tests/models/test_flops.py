@@ -42,7 +42,7 @@ def test_flops_by_hand(name):
 
 
 def test_mesa_counts_the_steps_that_were_taken():
-    """A step is 4CN + 2N^2 a head: once forward, once more backward, and only the steps taken (mesanet.md, section 7)."""
+    """A step is 4CN + 2N^2 a head: once forward, once more backward, and only the steps taken (MesaNet, Eq. 39-41)."""
     for steps in (0, 5.5, 30):
         assert one("mesa").flops(T, steps=steps) == pytest.approx(REST + MESA + H * steps * READ, rel=1e-12)
         assert one("mesa").flops(T, steps=steps, training=True) == pytest.approx(3 * (REST + MESA) + 2 * H * steps * READ, rel=1e-12)

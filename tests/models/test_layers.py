@@ -1,4 +1,4 @@
-"""The contract of every layer (design, section 7), for each entry of LAYERS that can be trained; a new layer gets it by existing.
+"""The contract of every layer, for each entry of LAYERS that can be trained; a new layer gets it by existing.
 
 Float32 on the CPU. Differences are relative to the largest magnitude; the bound is 3e-5, which covers sums taken in another order.
 """

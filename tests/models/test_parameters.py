@@ -17,7 +17,7 @@ SCALES = {
     "1b": {"layers": 28, "width": 1536, "heads": 12, "key_size": 128, "mlp": 4608},
 }
 MODELS = {name: {"layer": name} for name in LAYERS} | {"hawk_mesa": {"pattern": [{"layer": "hawk"}, {"layer": "mesa"}]}}
-MILLIONS = {  # spec/mesanet.md section 2, at vocabulary 50,257
+MILLIONS = {  # of the sizes in MesaNet (arXiv 2506.05233), G.2, the scales of its Table 8, at vocabulary 50,257
     "attention": ("145.97", "433.20", "936.07"),
     "mesa": ("146.20", "433.95", "937.53"),
     "hawk": ("148.35", "437.72", "937.33"),
@@ -30,7 +30,7 @@ MILLIONS = {  # spec/mesanet.md section 2, at vocabulary 50,257
     "hawk_mesa": ("147.28", "435.83", "937.43"),
 }
 BLOCK = {"forget_gate": "mamba", "convolve_values": True, "output_gate": True}
-SECOND = {  # layers, width, heads, key size, MLP, and millions at vocabulary 32,000 (spec: Palimpsa, section 4)
+SECOND = {  # layers, width, heads, key size, MLP, and millions at vocabulary 32,000 (Palimpsa, arXiv 2602.09075, and its code)
     "D 170M": ({"layer": "palimpsa_d"}, (19, 768, 16, 48, 2048), 172),
     "D 170M expanded": ({"layer": "palimpsa_d", "value_expansion": 2}, (19, 768, 16, 48, 2048), 207),
     "D 760M": ({"layer": "palimpsa_d", "value_expansion": 2}, (19, 1536, 16, 96, 4096), 776),

@@ -22,8 +22,7 @@ from stages.spec import Spec
 from stages.vocabulary import Vocabulary
 from tests.stages.small_corpus import GPT2, WORDS, bpe_spec, context, make_vocabulary, texts, write_lines
 
-# Not the repository's: a folder `shared` beside it, or wherever STRATA_SHARED says.
-WIKITEXT = Path(os.environ.get("STRATA_SHARED", Path(__file__).parents[3] / "shared")) / "data/eval/wikitext2_test_raw.parquet"
+WIKITEXT = os.environ.get("STRATA_WIKITEXT")  # the Parquet file of WikiText-2's raw test split, which is not the repository's
 KINDS = ("gpt2", "bpe")
 
 
@@ -257,7 +256,7 @@ def test_the_text_of_the_special_token_is_ordinary_text(loaded):
         assert encoder.bos not in tokens and encoder.decode([encoder.bos]) == "<|endoftext|>"
 
 
-@pytest.mark.skipif(not WIKITEXT.exists(), reason="WikiText-2 is not here")
+@pytest.mark.skipif(not WIKITEXT, reason="STRATA_WIKITEXT names no Parquet file of WikiText-2")
 def test_wikitext_has_the_known_number_of_gpt2_tokens(loaded):
     lines = "".join(pq.read_table(WIKITEXT)["text"].to_pylist()).split("\n")
     text = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)  # the rows of the data set, joined by blank lines as is usual
