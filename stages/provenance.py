@@ -15,7 +15,21 @@ from stages.artifact import write_atomically
 from stages.spec import Context, Spec
 
 NAME = "provenance.json"
-LIBRARIES = ("torch", "jax", "optax", "triton", "numpy", "pyarrow", "safetensors", "tokenizers", "tiktoken", "gigatoken", "ray", "dvc", "mlflow")
+LIBRARIES = (
+    "torch",
+    "jax",
+    "optax",
+    "triton",
+    "numpy",
+    "pyarrow",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+    "gigatoken",
+    "ray",
+    "dvc",
+    "mlflow",
+)
 
 
 def versions() -> dict[str, str]:

@@ -24,6 +24,7 @@ COUNT = 45  # in shards of 20, row groups of 6
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     random = np.random.default_rng(0)
+
     def make(name: str, count: int) -> Path:
         documents = [random.integers(1, BIG, random.integers(1, 60)).tolist() for _ in range(count)]
         return make_tokens(folder / name, documents, vocab_size=BIG)
