@@ -1,8 +1,8 @@
-"""Every test: no network calls home, and threads that wait sleep (see stages/__init__.py)."""
+"""Every test: no network calls home, and threads that wait soon sleep (see stages/__init__.py)."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
