@@ -1,12 +1,12 @@
 """MLflow: logged once, found again by key, and never in anybody's way."""
 
 import json
-import multiprocessing
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -16,6 +16,7 @@ from pipelines.tracking import Tracker, clean, flat
 from stages import schemas
 from stages.spec import Spec
 
+ROOT = Path(__file__).parents[2]
 STEPS = 1000
 
 
@@ -190,25 +191,27 @@ def test_the_report(tmp_path):
     assert sorted(item.path for item in client.list_artifacts(run.info.run_id)) == ["figures", "metrics.json", "report.html"]
 
 
-def _first_use(barrier, failures, root, letter):
-    barrier.wait()
-    if not Tracker(root, "nano").log_training(
-        f"cell-{letter}", letter * 64, {"key": letter}, root / "history.parquet", {}, dataset=("text", letter)
-    ):
-        failures.put(letter)
+FIRST_USE = """
+import sys, time
+from pathlib import Path
+from pipelines import tracking
+root, letter, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+tracking._mlflow()
+(root / f"ready-{number}").touch()
+while len(list(root.glob("ready-*"))) < 4:
+    time.sleep(0.005)
+tracker = tracking.Tracker(root, "nano")
+sys.exit(not tracker.log_training(f"cell-{letter}", letter * 64, {"key": letter}, root / "history.parquet", {}, dataset=("text", letter)))
+"""
 
 
 def test_first_use_by_four_at_once(tmp_path):
     history(tmp_path / "history.parquet")
-    tracking._mlflow()
-    context = multiprocessing.get_context("fork")  # four imports of MLflow would be most of the test
-    barrier, failures = context.Barrier(4), context.Queue()
-    started = [context.Process(target=_first_use, args=(barrier, failures, tmp_path, letter)) for letter in "aabc"]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(timeout=60)
-    assert [process.exitcode for process in started] == [0] * 4 and failures.empty()
+    started = [
+        subprocess.Popen([sys.executable, "-c", FIRST_USE, str(tmp_path), letter, str(number)], cwd=ROOT)
+        for number, letter in enumerate("aabc")
+    ]
+    assert [process.wait(timeout=120) for process in started] == [0] * 4
     _, found = runs(Tracker(tmp_path, "nano"))
     assert sorted(run.info.run_name for run in found) == ["cell-a", "cell-b", "cell-c"]
     assert {run.info.status for run in found} == {"FINISHED"}
