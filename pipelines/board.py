@@ -1,15 +1,17 @@
 """The board where those who ask and the driver that works meet: small files in the store, so that neither needs Ray to see the other.
 
-    <store>/studies/<study>/requests/<key>.json       what is wanted; taking it away asks for the work to stop
-                           /outcomes/<key>.json       how it ended, and which requests that answers
-                           /drivers/<session>.json    a driver's sign of life, by Ray session
+    <store>/studies/<study>/requests/<session>/<key>.json    what is wanted; taking it away asks for the work to stop
+                           /outcomes/<session>/<key>.json    how it ended, and which requests that answers
+                           /drivers/<session>.json           a driver's sign of life
 
-A request belongs to one Ray session: the driver of another (of an earlier head, of another cluster) leaves it alone.
+All by Ray session: the driver of another (of an earlier head, of another cluster, of a second clone) leaves a request alone, though both
+may want the same key; the store's lease decides which of them makes it.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -41,33 +43,33 @@ class Board:
     # Asking
 
     def put(self, request: Request, session: str, *, ahead: bool = False, id: str | None = None) -> str:
-        """Put up a request; returns its id. One of the same key is replaced: they want the same."""
+        """Put up a request; returns its id. One of the same session and key is replaced: they want the same."""
         record = {"id": id or uuid.uuid4().hex, "session": session, "ahead": ahead, "asked": time.time(), "request": asdict(request)}
-        write_atomically(self._request(request.key), json.dumps(record))
+        write_atomically(self._request(session, request.key), json.dumps(record))
         return record["id"]
 
-    def has(self, key: str) -> bool:
+    def has(self, session: str, key: str) -> bool:
         """Whether a request for this key is on the board."""
-        return self._request(key).exists()
+        return self._request(session, key).exists()
 
-    def withdraw(self, key: str) -> bool:
+    def withdraw(self, session: str, key: str) -> bool:
         """Take a request away; its driver stops the work, which saves what it has. False where there was none."""
         try:
-            self._request(key).unlink()
+            self._request(session, key).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def outcome(self, key: str, id: str | None = None) -> Outcome | None:
+    def outcome(self, session: str, key: str, id: str | None = None) -> Outcome | None:
         """How the last request of this key (or the one of this id) ended, or None."""
-        record = _read(self.folder / "outcomes" / f"{key}.json")
+        record = _read(self._outcome(session, key))
         return Outcome(**record["outcome"]) if record and (id is None or id in record["ids"]) else None
 
     # Working
 
     def wanted(self, session: str) -> list[Wanted]:
         """The requests for this session: those that somebody waits for first, oldest first."""
-        found = {path: self._wanted(path) for path in (self.folder / "requests").glob("*.json")}
+        found = {path: self._wanted(path) for path in (self.folder / "requests" / session).glob("*.json")}
         self._seen = {path: self._seen[path] for path in found if path in self._seen}
         mine = [item for item in found.values() if item is not None and item.session == session]
         return sorted(mine, key=lambda item: (item.ahead, item.asked))
@@ -87,12 +89,12 @@ class Board:
             self._seen[path] = (mark, item)
         return self._seen[path][1]
 
-    def answer(self, key: str, outcome: Outcome, ids: set[str]) -> None:
+    def answer(self, session: str, key: str, outcome: Outcome, ids: set[str]) -> None:
         """Record how the work for `key` ended, and clear away the request if it is one of `ids`."""
         record = {"ids": sorted(ids), "time": round(time.time(), 3), "outcome": asdict(outcome)}
-        write_atomically(self.folder / "outcomes" / f"{key}.json", json.dumps(record, indent=1) + "\n")
-        if (_read(self._request(key)) or {}).get("id") in ids:
-            self.withdraw(key)
+        write_atomically(self._outcome(session, key), json.dumps(record, indent=1) + "\n")
+        if (_read(self._request(session, key)) or {}).get("id") in ids:
+            self.withdraw(session, key)
 
     # Signs of life
 
@@ -104,10 +106,9 @@ class Board:
         self._driver(session).unlink(missing_ok=True)
 
     def forget(self, session: str) -> None:
-        """Clear away what a session that is gone has left: its requests, and its driver's sign of life."""
-        for path in (self.folder / "requests").glob("*.json"):
-            if (_read(path) or {}).get("session") == session:
-                path.unlink(missing_ok=True)
+        """Clear away what a session that is gone has left: its requests and outcomes, and its driver's sign of life."""
+        for kind in ("requests", "outcomes"):
+            shutil.rmtree(self.folder / kind / session, ignore_errors=True)
         self.leave(session)
 
     def driver(self, session: str) -> dict[str, Any] | None:
@@ -118,8 +119,11 @@ class Board:
         """The same of every session whose driver has not left, alive or not."""
         return [record for path in sorted((self.folder / "drivers").glob("*.json")) if (record := _read(path))]
 
-    def _request(self, key: str) -> Path:
-        return self.folder / "requests" / f"{key}.json"
+    def _request(self, session: str, key: str) -> Path:
+        return self.folder / "requests" / session / f"{key}.json"
+
+    def _outcome(self, session: str, key: str) -> Path:
+        return self.folder / "outcomes" / session / f"{key}.json"
 
     def _driver(self, session: str) -> Path:
         return self.folder / "drivers" / f"{session}.json"

@@ -193,7 +193,7 @@ class Driver:
             (attempt / "stop").touch() if attempt else ray.cancel(work.task)
 
     def _answer(self, key: str, outcome: Outcome) -> None:
-        self.board.answer(key, outcome, self.work.pop(key).ids)
+        self.board.answer(self.session, key, outcome, self.work.pop(key).ids)
 
 
 def main(arguments: list[str] | None = None) -> None:

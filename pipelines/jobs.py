@@ -61,7 +61,7 @@ def release(requests: Iterable[Request], address: Address) -> None:
     session = _session(address)
     for request in requests:
         board = Board(request.store, request.study)
-        if not board.has(request.key) and not (Store(Path(request.store)).folder(request.key) / "published").exists():
+        if not board.has(session, request.key) and not (Store(Path(request.store)).folder(request.key) / "published").exists():
             board.put(request, session, ahead=True)
 
 
@@ -106,10 +106,10 @@ class _Asking:
         """The outcome; `caught` fills when a signal comes."""
         began = time.monotonic()
         while not caught and runs(self.caller):
-            if outcome := self.board.outcome(self.key, self.id) or self._made_by_others():
+            if outcome := self.board.outcome(self.session, self.key, self.id) or self._made_by_others():
                 self.follower.look()
                 return outcome
-            if not self.board.has(self.key) and self.board.outcome(self.key, self.id) is None:
+            if not self.board.has(self.session, self.key) and self.board.outcome(self.session, self.key, self.id) is None:
                 self.board.put(self.request, self.session, id=self.id)
             self.post.see_to_driver()
             self.follower.look()
@@ -133,10 +133,10 @@ class _Asking:
 
     def _stop(self, caught: list[int]) -> Outcome:
         self.shown.say(f"Stopping {self.name}: it saves its work first. Once more to leave at once.")
-        self.board.withdraw(self.key)
+        self.board.withdraw(self.session, self.key)
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline and len(caught) < 2 and runs(self.board.driver(self.session)):
-            if outcome := self.board.outcome(self.key, self.id):
+            if outcome := self.board.outcome(self.session, self.key, self.id):
                 return outcome
             self.follower.look()
             time.sleep(POLL_SECONDS)

@@ -158,7 +158,7 @@ def test_an_interrupt_saves_and_stops_the_work(request_for, place, number):
     out, err = process.communicate(timeout=60)
     assert out.split()[0] == "stopped" and "it saves its work first" in err
     assert (attempt / "saved").read_text() == "work" and Store(Path(wanted.store)).alive(wanted.key) is None
-    assert not Board(wanted.store, wanted.study).has(wanted.key)
+    assert not Board(wanted.store, wanted.study).has(place[0].session(), wanted.key)
 
 
 def test_a_killed_dvc_has_the_work_saved(request_for, place, tmp_path):
@@ -190,7 +190,7 @@ def test_what_is_released_runs_though_nobody_waits(request_for, place):
     wanted = request_for("succeed")
     jobs.release([wanted], place[0])
     until(lambda: Store(Path(wanted.store)).find(wanted.key))
-    assert until(lambda: Board(wanted.store, wanted.study).outcome(wanted.key)).status == "succeeded"
+    assert until(lambda: Board(wanted.store, wanted.study).outcome(place[0].session(), wanted.key)).status == "succeeded"
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_head_without_guardian_is_ended_by_its_driver(tmp_path, monkeypatch):
 # Without Ray
 
 
-def test_a_request_of_another_session_is_left_alone(tmp_path):
+def test_two_sessions_may_want_the_same_and_leave_each_other_alone(tmp_path):
     wanted = Request(
         stage="probe", cell="cell", spec={"stage": "probe", "versions": {}, "parameters": {}}, inputs={}, store=str(tmp_path), study="nano"
     )
@@ -231,18 +231,23 @@ def test_a_request_of_another_session_is_left_alone(tmp_path):
     first = board.put(wanted, "session_1")
     assert [item.id for item in board.wanted("session_1")] == [first] and board.wanted("session_2") == []
     second = board.put(wanted, "session_2", ahead=True)
-    assert board.wanted("session_1") == [] and [(item.id, item.ahead) for item in board.wanted("session_2")] == [(second, True)]
-    board.answer(wanted.key, jobs.Outcome("succeeded"), {first})
-    assert board.has(wanted.key) and board.outcome(wanted.key, second) is None and board.outcome(wanted.key, first).done
-    board.answer(wanted.key, jobs.Outcome("succeeded"), {second})
-    assert not board.has(wanted.key)
+    assert [item.id for item in board.wanted("session_1")] == [first]
+    assert [(item.id, item.ahead) for item in board.wanted("session_2")] == [(second, True)]
+    board.answer("session_1", wanted.key, jobs.Outcome("succeeded"), {first})
+    assert not board.has("session_1", wanted.key) and board.outcome("session_1", wanted.key, first).done
+    assert board.has("session_2", wanted.key) and board.outcome("session_2", wanted.key, second) is None
+    later = board.put(wanted, "session_2")
+    board.answer("session_2", wanted.key, jobs.Outcome("succeeded"), {second})
+    assert board.has("session_2", wanted.key), "another request came meanwhile"
+    board.answer("session_2", wanted.key, jobs.Outcome("succeeded"), {later})
+    assert not board.has("session_2", wanted.key)
 
 
 def test_a_damaged_request_is_passed_over(tmp_path):
     board = Board(tmp_path, "nano")
-    (board.folder / "requests").mkdir(parents=True)
-    (board.folder / "requests" / "torn.json").write_text('{"id": "1", "sess')
-    (board.folder / "requests" / "other.json").write_text(
+    (board.folder / "requests" / "s").mkdir(parents=True)
+    (board.folder / "requests" / "s" / "torn.json").write_text('{"id": "1", "sess')
+    (board.folder / "requests" / "s" / "other.json").write_text(
         json.dumps({"id": "1", "session": "s", "ahead": False, "asked": 0, "request": {"stage": "probe", "new": 1}})
     )
     assert board.wanted("s") == []
@@ -271,4 +276,4 @@ def test_an_interrupt_leaves_a_cluster_at_work(tmp_path, monkeypatch):
     monkeypatch.setattr(head.Address, "session", lambda self, timeout=2: "session_1")
     outcome = jobs.ask(wanted, address, progress=Progress("train", terminal=False))
     assert outcome.status == "detached" and "http://cluster.example:8265" in outcome.error and "strata stop mesa-1b-50b" in outcome.error
-    assert Board(tmp_path, "nano").has(wanted.key) and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert Board(tmp_path, "nano").has("session_1", wanted.key) and signal.getsignal(signal.SIGINT) == signal.default_int_handler
