@@ -68,7 +68,7 @@ class Board:
     # Working
 
     def wanted(self, session: str) -> list[Wanted]:
-        """The requests for this session: those that somebody waits for first, oldest first."""
+        """The requests for a Ray session: those that somebody waits for first, oldest first."""
         found = {path: self._wanted(path) for path in (self.folder / "requests" / session).glob("*.json")}
         self._seen = {path: self._seen[path] for path in found if path in self._seen}
         mine = [item for item in found.values() if item is not None and item.session == session]
@@ -112,7 +112,7 @@ class Board:
         self.leave(session)
 
     def driver(self, session: str) -> dict[str, Any] | None:
-        """What the driver of this session last said of itself, or None."""
+        """What the driver of a Ray session last said of itself, or None."""
         return _read(self._driver(session))
 
     def drivers(self) -> list[dict[str, Any]]:
