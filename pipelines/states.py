@@ -111,5 +111,5 @@ def leaves(before: Any, after: Any, name: str = "") -> list[tuple[str, Any, Any]
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else json.dumps(value)
+    text = "the default" if value is None else json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
