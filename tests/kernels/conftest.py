@@ -1,7 +1,11 @@
 """Uninitialised memory is NaN, so that an output nobody wrote shows; one thread, so that the tests cost what they say."""
 
+import os
+
 import pytest
 import torch
+
+from kernels import launch
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +18,10 @@ def uninitialised_memory_is_nan():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def where_the_kernels_run():
+    """STRATA_KERNELS=triton, not interpreted: everything on the card."""
+    on_card = os.environ.get("STRATA_KERNELS") == "triton" and not launch.INTERPRETED
+    torch.set_default_device("cuda" if on_card else "cpu")

@@ -28,7 +28,7 @@ def split_documents(B: int, T: int, seed: int = 0) -> np.ndarray:
 
 def error(x: Any, reference: Any) -> float:
     """Largest |x - reference| over largest |reference|; infinite when x is not finite."""
-    x, reference = (y.detach().double().numpy() if isinstance(y, torch.Tensor) else np.asarray(y, np.float64) for y in (x, reference))
+    x, reference = (y.detach().double().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y, np.float64) for y in (x, reference))
     assert x.shape == reference.shape, (x.shape, reference.shape)
     difference = np.abs(x - reference).max(initial=0)
     if difference == 0:
@@ -100,7 +100,7 @@ def run_torch(operation: Operation, xs, state, segments, dtype: str, backend: st
         **{f"end {i}": x for i, x in enumerate(operation.comparable(end))},
         **{f"d {n}": g for n, g in zip(leaves, gradients, strict=True)},
     }
-    return {n: x.detach().double().numpy() for n, x in results.items()}
+    return {n: x.detach().double().cpu().numpy() for n, x in results.items()}
 
 
 def run_jax(operation: Operation, xs, state, segments, backend: str | None, **options) -> dict[str, np.ndarray]:

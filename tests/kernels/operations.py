@@ -3,14 +3,16 @@
 Shapes: B batch, T time, H heads, K key size, V value size.
 """
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kernels import arrays
+import kernels
+from kernels import arrays, launch
 from kernels.attention import State as AttentionState
 from kernels.attention import attention
 from kernels.attention import step as attention_step
@@ -257,3 +259,12 @@ OPERATIONS = {
     "rg_lru": Operation("rg_lru", rg_lru, rg_lru_step, rg_lru_inputs, RGLRUState, rg_lru_state),
     "rls_mesa": Operation("rls_mesa", rls_mesa, rls_mesa_step, rls_mesa_inputs, RLSMesaState, rls_mesa_state, fixed=("lam",)),
 }  # fmt: skip
+
+BACKEND = os.environ.get("STRATA_KERNELS")
+DTYPES = ["float64", "float32", "bfloat16"]
+if BACKEND == "triton":  # the same contracts for the GPU's kernels: on the card, or in Triton's interpreter
+    OPERATIONS = {
+        n: replace(operation, backend=BACKEND) for n, operation in OPERATIONS.items() if BACKEND in kernels.backends(operation.name)
+    }
+    DTYPES = ["float32"] if launch.INTERPRETED else ["float32", "bfloat16"]
+    TOLERANCES = TOLERANCES | {"float32": 2e-5, "same": 2e-5}

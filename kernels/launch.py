@@ -1,0 +1,96 @@
+"""Triton kernels start here and nowhere else: on fake tensors only shapes are asked for, and a test can see, and compile, every launch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs kernels on the CPU, slowly: tests."""
+
+_seen: list[Launch] | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as it was started: its arguments in order, its constants, and how it is compiled."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+    """Start `kernel` on the device of its tensors. arguments: tensors and integers; constants: its `tl.constexpr` parameters by name.
+
+    Fake tensors (torch.compile asking for shapes) start nothing.
+    """
+    import torch
+    from torch._subclasses import FakeTensor
+
+    if _seen is not None:
+        _seen.append(Launch(kernel, arguments, constants, warps, stages))
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if any(isinstance(x, FakeTensor) for x in tensors):
+        return
+    where = tensors[0].device
+    options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages}
+    if where.type == "cuda" and where.index != torch.cuda.current_device():
+        with torch.cuda.device(where):
+            kernel[grid](*arguments, **options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Every launch inside, in order."""
+    global _seen
+    before, _seen = _seen, []
+    try:
+        yield _seen
+    finally:
+        _seen = before
+
+
+def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
+    """Why no Triton kernel runs on such arrays here; None where one does. An operation adds its own reasons."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if INTERPRETED:
+        return (
+            None
+            if device == "cpu" and dtype == "float32"
+            else f"triton's interpreter takes float32 on the CPU, these are {dtype} on {device}"
+        )
+    if device != "cuda":
+        return f"triton's kernels take torch tensors on an NVIDIA GPU, these are on {device}"
+    if dtype not in ("bfloat16", "float32"):
+        return f"triton's kernels take bfloat16 and float32, these are {dtype}"
+    return None
+
+
+def implementation(operation: str) -> Callable:
+    """The operation as `kernels/<operation>/triton.py` has it, imported when it is first called: importing kernels loads no framework."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(f"kernels.{operation}.triton"), operation)(*arguments, **options)
+
+    return call
+
+
+def divide_up(a: int, b: int) -> int:
+    """Blocks of b that cover a."""
+    return -(-a // b)
+
+
+def dot_precision(dtype: Any) -> str:
+    """tl.dot's input_precision: three tensor-core products for float32 (its rounding, nearly), one for bfloat16."""
+    return "tf32x3" if str(dtype) == "torch.float32" else "ieee"

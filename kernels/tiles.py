@@ -1,0 +1,34 @@
+"""Triton functions that the kernels of several operations share.
+
+Shapes: C tokens of one chunk. Imported by the operations' `triton.py` alone.
+"""
+
+import triton
+import triton.language as tl
+
+GONE = tl.constexpr(-104.0)
+"""exp of less is 0 in float32: such a decay drops the state, whatever is behind it."""
+
+
+@triton.jit
+def _join(sum_a, cut_a, sum_b, cut_b):
+    return tl.where(cut_b != 0, sum_b, sum_a + sum_b), cut_a + cut_b
+
+
+@triton.jit
+def decay_sums(log_decay_C):
+    """(sum_C, document_C): log decay of each token summed from the last token that dropped the state, whose own counts as 0; and how many did.
+
+    A running sum that starts anew: no decay before a drop is in a sum behind it, so neither -inf nor another document's gates touch it.
+    The decay from s to t >= s is exp(sum_t - sum_s) where both have one document, else 0; from the chunk's start exp(sum_t) where it is 0.
+    """
+    cut = log_decay_C < GONE
+    return tl.associative_scan((tl.where(cut, 0.0, log_decay_C), cut.to(tl.int32)), 0, _join)
+
+
+@triton.jit
+def decay_between(sum_C, document_C):
+    """[C, C], row t, column s: the decay from s to t, 0 for s > t."""
+    token_C = tl.arange(0, sum_C.shape[0])
+    seen = (token_C[:, None] >= token_C[None, :]) & (document_C[:, None] == document_C[None, :])
+    return tl.where(seen, tl.exp(tl.where(seen, sum_C[:, None] - sum_C[None, :], 0.0)), 0.0)

@@ -1,0 +1,93 @@
+"""Every Triton kernel that an operation launches, compiled for an H100 or H200 (sm_90) without a card: registers, spills, shared memory.
+
+The launches are those of the operation itself at the study's shapes, seen on fake tensors. Compiled by the Triton that is installed here;
+a card's own may differ, and `benchmarks/results` has its figures.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from kernels import launch
+from tests.kernels.harness import call, dtype_of
+from tests.kernels.operations import OPERATIONS
+
+triton = pytest.importorskip("triton")
+if launch.INTERPRETED:
+    pytest.skip("the interpreter and the compiler cannot share a process", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024  # bytes a block may hold on sm_90
+SIZES = {"mesanet": (1, 2048, 2, 128, 128)}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}  # fmt: skip
+
+
+def source(seen: launch.Launch) -> ASTSource:
+    """As Triton's own launcher would specialise it: 1 is a constant, multiples of 16 are known to be."""
+    signature, attributes, constants = {}, {}, dict(seen.constants)
+    for place, (name, value) in enumerate(zip(seen.kernel.arg_names, seen.arguments, strict=False)):
+        if value is None or (type(value) is int and value == 1):
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(seen.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def resources(seen: launch.Launch, folder: Path) -> dict[str, int]:
+    """registers a thread, stack bytes a thread (spills), shared bytes a block"""
+    compiled = triton.compile(source(seen), target=HOPPER, options={"num_warps": seen.warps, "num_stages": seen.stages})
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(x) for x in re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+
+
+def launches(name: str, sizes: tuple[int, ...], dtype: str) -> list[launch.Launch]:
+    """What the operation starts, forward and backward, each kind once."""
+    import numpy as np
+
+    operation = OPERATIONS[name]
+    xs = operation.inputs(np.random.default_rng(0), (1, 2, *sizes[2:]))
+    B, T = sizes[:2]
+    with FakeTensorMode(), launch.recording() as seen:
+        given = {
+            n: torch.empty(
+                x.shape if n in operation.fixed else (B, T, *x.shape[2:]),
+                dtype=getattr(torch, dtype_of(operation, n, dtype)),
+                device="cuda",
+            ).requires_grad_(n not in operation.without_gradient)
+            for n, x in xs.items()
+        }
+        o, _, _ = call(operation, given, None, None, backend="triton", **next(iter(operation.options.values())))
+        o.sum().backward()
+    kinds = {(x.kernel.__name__, str(x.constants), str([TYPES.get(getattr(a, "dtype", None)) for a in x.arguments])): x for x in seen}
+    return list(kinds.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [n for n, operation in OPERATIONS.items() if "triton" in __import__("kernels").backends(operation.name)])
+def test_kernels_compile_for_hopper(name: str, size: str, dtype: str, tmp_path: Path) -> None:
+    found = launches(name, SIZES[size], dtype)
+    assert found
+    for seen in found:
+        used = resources(seen, tmp_path)
+        assert used["shared"] <= SHARED, (seen.kernel.__name__, used)
+        assert used["stack"] <= (0 if dtype == "bfloat16" else 1024), (seen.kernel.__name__, used)
