@@ -18,11 +18,11 @@ from types import ModuleType
 from typing import Any
 
 from kernels import arrays
+from kernels.head_loss import SOFT_CAP
 from models.layers.layer import TRAINING, Array, Layer, State, linear, product
 from models.parameters import Parameter, Table, behind, count, fan_in_transposed, initialise, ones, prefixed, residual
 
 BACKENDS = ("torch", "jax")
-SOFT_CAP = 30.0
 NORM_EPSILON = 1e-6
 
 

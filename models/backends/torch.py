@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.backbone import SOFT_CAP, Model
+from kernels.head_loss import head_loss
+from models.backbone import Model
 from models.layers.layer import Layer
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CHUNK = {"cpu": 1 << 19, "cuda": 1 << 28}
-"""Logits held at once by the loss: a processor's cache, a card's spare memory."""
 
 
 def keep_freed_memory() -> None:
@@ -57,53 +56,6 @@ def find_device(asked: str, *, precision: str, threads: int | None = None) -> st
 def device_name(device: str) -> str:
     """What provenance calls a device: a GPU by its model."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, summed and returned in float32."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float())
-
-
-class HeadLoss(torch.autograd.Function):
-    """Soft-capped logits and their cross-entropy, a few rows at a time: no more logits are held than a chunk.
-
-    x_ND: normalised stream. embedding_VD: float32. target_N: int64. weight_N: float32.
-    Gives (sum over n of weight_n nll_n, nll_N), float32; nll carries no gradient. The gradient is computed with the loss.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        differentiate = ctx.needs_input_grad[0]
-        matrix_VD = embedding_VD.to(x_ND.dtype)
-        nll_N = torch.empty(len(x_ND), device=x_ND.device)
-        dx_ND = torch.empty_like(x_ND) if differentiate else None
-        dembedding_VD = torch.zeros_like(embedding_VD) if differentiate else None
-        rows = max(1, CHUNK[x_ND.device.type] // len(matrix_VD))
-        for start in range(0, len(x_ND), rows):
-            chunk = slice(start, start + rows)
-            x, target, weight = x_ND[chunk], target_N[chunk, None], weight_N[chunk, None]
-            # 30 tanh(z / 30) = 60 s - 30 with s = sigmoid(z / 15), which is six times faster; a softmax does not see the -30
-            s = _product(x, matrix_VD.T).mul_(2 / SOFT_CAP).sigmoid_()
-            p = s * (2 * SOFT_CAP)
-            torch.softmax(p, -1, out=p)  # logits differ by 60 at most: no probability underflows
-            nll_N[chunk] = -p.gather(-1, target)[:, 0].log()
-            if differentiate:
-                dlogits = p.mul_(4 * weight).scatter_add_(-1, target, -4 * weight)
-                dlogits = dlogits.mul_(s.addcmul_(s, s, value=-1)).to(x.dtype)  # d logits / d z = 4 s (1 - s)
-                dx_ND[chunk] = dlogits @ matrix_VD
-                dembedding_VD += _product(dlogits.T, x)
-        ctx.save_for_backward(dx_ND, dembedding_VD)
-        ctx.mark_non_differentiable(nll_N)
-        return (nll_N * weight_N).sum(), nll_N
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        dx_ND, dembedding_VD = ctx.saved_tensors
-        return dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None
 
 
 class Trainer:
@@ -168,7 +120,7 @@ class Trainer:
         """(weighted sum of the negative log likelihoods, each of them [B, T], the layers' scalars)."""
         x_BTD, _, record = model.stream(self.params, tokens_BT1[:, :-1], segments=segments_BT, dtype=self.dtype, transform=self._transform)
         target_N = tokens_BT1[:, 1:].reshape(-1).long()
-        total, nll_N = HeadLoss.apply(x_BTD.reshape(len(target_N), -1), self.params["embedding"], target_N, weight_BT.reshape(-1))
+        total, nll_N = head_loss(x_BTD.reshape(len(target_N), -1), self.params["embedding"], target_N, weight_BT.reshape(-1))
         return total, nll_N.reshape(weight_BT.shape), record
 
     def step(
