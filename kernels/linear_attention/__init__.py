@@ -10,15 +10,16 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, mosaic, shapes
 from kernels.linear_attention import chunked, reference
 from kernels.linear_attention.reference import State, step
 
 __all__ = ["State", "linear_attention", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.linear_attention, "reference": reference.linear_attention}
-kernels.offer("linear_attention", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+ARRAY_FORMS = {"chunked": chunked.linear_attention, "reference": reference.linear_attention}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "pallas": mosaic.implementation("linear_attention")}
+kernels.offer("linear_attention", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "pallas": mosaic.refusal})
 
 
 def linear_attention(

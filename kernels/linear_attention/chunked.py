@@ -7,6 +7,8 @@ With D the decay inside a chunk (`kernels.chunks.decay`), c_t the decay from its
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = N B H.
 """
 
+from collections.abc import Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels import arrays, chunks, segmentation
@@ -27,14 +29,14 @@ class Chunks(NamedTuple):
 
 
 def linear_attention(
-    q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, state=None, segments=None, chunk: int | None = None
+    q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, state=None, segments=None, chunk: int | None = None, run: Callable | None = None
 ) -> tuple[Array, State]:
-    """See `kernels.linear_attention.linear_attention`; `chunk` is the chunk's length."""
+    """See `kernels.linear_attention.linear_attention`; `chunk` is the chunk's length, `run` another `differentiable`: a device's kernels."""
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state
     log_decay, beta, sign, padding, last_B = segmentation.gates(log_decay, beta, sign, segments, state.segment_B, state.S_BHKV.dtype)
     C = chunk or chunks.length(q.shape[1], q.shape[-1])
-    o, S = differentiable(q, k, v, log_decay, beta, sign, state.S_BHKV, scale=float(scale), chunk=C)
+    o, S = (run or differentiable)(q, k, v, log_decay, beta, sign, state.S_BHKV, scale=float(scale), chunk=C)
     o = o if padding is None else ops.where(padding[..., None], 0.0, o)
     return o, State(S, last_B)
 

@@ -48,8 +48,8 @@ def test_the_environment_overrides(monkeypatch):
 
 @pytest.mark.parametrize("name", ["triton", "pallas"])
 def test_what_does_not_exist_is_refused_by_name(monkeypatch, name):
-    with pytest.raises(ValueError, match=f"linear_attention cannot run as {name}: linear_attention has no such implementation"):
-        run(backend=name)
+    with pytest.raises(ValueError, match=f"rls_mesa cannot run as {name}: rls_mesa has no such implementation"):
+        kernels.choose("rls_mesa", SHAPE, "float32", "cpu", name)
     monkeypatch.setenv("STRATA_KERNELS", name)
     with pytest.raises(ValueError, match=f"cannot run as {name}"):
         run()
