@@ -116,7 +116,6 @@ def launch(
 
     Blocks of None are None to the kernel too. products: multiply-adds of matrix products in one program.
     """
-    import jax
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

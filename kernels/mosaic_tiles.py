@@ -4,7 +4,7 @@ Mosaic has no running sums: they are products with triangles of ones. Per-token 
 Shapes: C tokens of one chunk, K key size, V value size.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

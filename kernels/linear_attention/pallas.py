@@ -43,7 +43,7 @@ def forward(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk):
 def backward(inputs, residuals, gradients, *, scale, chunk):
     q, k, v, log_decay, beta, sign, S_BHKV = inputs
     (starts,), (do, dlast) = residuals, gradients
-    (B, T, H, K), V = q.shape, v.shape[-1]
+    (B, T, _, K), V = q.shape, v.shape[-1]
     operands, (G, N) = _cut(q, k, v, log_decay, beta, sign, chunk)
     f32, gate = jnp.float32, by_chunk(new((G, N, 1, chunk), jnp.float32))
     outputs = [by_chunk(new((G, N, chunk, x.shape[-1]), x.dtype)) for x in (q, k, v)]
