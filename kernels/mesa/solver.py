@@ -29,38 +29,49 @@ def conjugate_gradients(
     below the dtype's epsilon times ||rhs||, when p'Ap <= 0, or when its right-hand side is 0. The loop ends when all are frozen; unrolled,
     it runs through all `steps`, so that frameworks can differentiate it.
     """
+    x, taken = iterate(apply, rhs, diagonal, steps=steps, eps=eps, criterion=criterion, start=start, unrolled=unrolled)
+    return x, taken[..., 0]
+
+
+def iterate(apply, rhs, diagonal, *, steps, eps, criterion, start, unrolled=False) -> tuple[Array, Array]:
+    """`conjugate_gradients` whose steps are [..., 1], and that keeps every array's axes: a kernel can take it as it is.
+
+    A system is frozen from when the square of its residual is carried as 0.
+    """
     ops = arrays.of(rhs)
     unit, size = _unit(rhs, ops)
-    some = size[..., 0] > 0
     x = jacobi(unit, diagonal) if start == "jacobi" else unit * 0.0
     r = unit - apply(x)
-    rr = ops.sum(r * r, -1)
+    rr = _square(r, ops)
     first = ops.sqrt(ops.stop_gradient(rr))
     limit = ops.maximum(eps * (ops.minimum(first, 1.0) if criterion == "b" else first), ops.epsilon(r)) ** 2
-    taken = ops.zeros(rr.shape, ops.int32, rhs)
 
     def going(carry):
-        count, active = carry[-2:]
-        return (count < steps) & ops.any(active)
+        rr, count = carry[3], carry[-1]
+        return (count < steps) & ops.any(rr > limit)
 
     def advance_all(carry):
-        x, r, p, rr, taken, count, active = carry
+        x, r, p, rr, taken, count = carry
         Ap = apply(p)
-        curvature = ops.sum(p * Ap, -1)
-        moves = active & (curvature > 0)
-        alpha = ops.where(moves, rr / ops.where(moves, curvature, 1.0), 0.0)[..., None]
+        curvature = ops.sum(p * Ap, -1, keepdims=True)
+        moves = (rr > limit) & (curvature > 0)
+        alpha = ops.where(moves, rr / ops.where(moves, curvature, 1.0), 0.0)
         x, r = x + alpha * p, r - alpha * Ap
-        new = ops.sum(r * r, -1)
+        new = _square(r, ops)
         active = moves & (new > limit)
-        turn = ops.where(active, new / ops.where(active, rr, 1.0), 0.0)[..., None]
-        return x, r, r + turn * p, ops.where(moves, new, rr), taken + ops.cast(moves, ops.int32), count + 1, active
+        turn = ops.where(active, new / ops.where(active, rr, 1.0), 0.0)
+        return x, r, r + turn * p, ops.where(active, new, 0.0), taken + ops.cast(moves, ops.int32), count + 1
 
-    carry = (x, r, r, rr, taken, 0, some & (rr > limit))
+    carry = (x, r, r, ops.where(size > 0, rr, 0.0), ops.zeros(rr.shape, ops.int32, rhs), 0)
     if unrolled:
         carry, _ = ops.scan(lambda carry, _: (advance_all(carry), None), carry, ops.arange(steps, rhs))
     else:
         carry = ops.while_loop(going, advance_all, carry)
     return carry[0] * size, carry[4]
+
+
+def _square(x: Array, ops: Any) -> Array:
+    return ops.sum(x * x, -1, keepdims=True)
 
 
 def jacobi(rhs: Array, diagonal: Array) -> Array:
