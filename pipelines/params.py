@@ -85,12 +85,15 @@ class Cluster(Strict):
     """Where work goes and how much of it at once: never part of what a result is.
 
     storage: the store's folder seen by all nodes (no URL: buckets are not supported yet); null: .strata/ in the repository. workers: by scale; "default" for the other stages.
-    retries: after a lost worker or node, not after an error.
+    retries: after a lost worker or node, not after an error. ahead: how many stages may run at once that a plain `dvc repro` will ask for later.
+    confirm_hours: accelerator-hours above which a study wants `strata approve` before its first training.
     """
 
     storage: str | None = None
     workers: dict[str, Worker] = {}
     retries: Annotated[int, Field(ge=0)] = 2
+    ahead: Annotated[int, Field(ge=0)] = 64
+    confirm_hours: Annotated[float, Field(ge=0)] = 24.0
 
     @field_validator("storage")
     @classmethod

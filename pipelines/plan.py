@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelines import costs
 from pipelines.cells import Specs, model_of, specs, version_table
 from pipelines.params import Cell, Params, cells
 from pipelines.resolve import roles
@@ -79,10 +80,9 @@ def _cell(params: Params, cell: Cell, study: Specs, found: dict[tuple[str, str],
     steps = params.steps(cell.budget)
     tokens = steps * params.training.batch * length
     per_token = model.flops(length, training=True)
-    flops = per_token * tokens
+    flops = costs.flops(params, cell)
     state = _merged(found["train", cell.name], found["evaluate", cell.name], model.trainable)
-    chips = params.accelerators.items()
-    hours = {name: flops / (chip.flops * chip.utilization) / 3600 for name, chip in chips}
+    by_chip = {name: costs.on(chip, flops) for name, chip in params.accelerators.items()}
     return CellPlan(
         cell=cell.name,
         model=cell.model,
@@ -96,8 +96,8 @@ def _cell(params: Params, cell: Cell, study: Specs, found: dict[tuple[str, str],
         cg_share=1 - model.flops(length, steps=0, training=True) / per_token,
         memory_gib=round(_memory(params, cell, model.parameters) / GIB, 3),
         disk_gib=round(_disk(params, cell, model.parameters) / GIB, 3),
-        hours={name: round(value, 3) for name, value in hours.items()},
-        cost={name: round(hours[name] * chip.cost, 2) for name, chip in chips},
+        hours={name: round(takes.hours, 3) for name, takes in by_chip.items()},
+        cost={name: round(takes.cost, 2) for name, takes in by_chip.items()},
         state=state.state,
         why=state.why,
         commit=state.commit,

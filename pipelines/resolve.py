@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines import tuning, workspace
+from pipelines import costs, tuning, workspace
 from pipelines.cells import Specs, makers, specs, version_table
 from pipelines.params import Cell, Params, cells
 from pipelines.reading import NAME, load
@@ -58,11 +58,14 @@ def context(params: Params) -> dict[str, Any]:
         "outputs": params.outputs,
         "tracking": params.tracking,
         "retries": params.cluster.retries,
+        "ahead": params.cluster.ahead,
+        "confirm_hours": params.cluster.confirm_hours,
         "settings": {"checkpoint_every": params.training.checkpoint_every, "batch_tokens": params.evaluation.batch_tokens},
         "sources": {name: source.files for name, source in params.data.sources.items()},
         "roles": roles(params),
         "cells": {cell.name: asdict(cell) for cell in cells(params)},
         "initial": {cell.name: source for cell in cells(params) if (source := tuning.source_of(params, cell))},
+        "costs": {cell.name: asdict(costs.of(params, cell)) for cell in cells(params)},
         "workers": {cell.name: _worker(params, cell) for cell in cells(params)} | {"default": _worker(params, None)},
     }
 

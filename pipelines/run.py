@@ -101,14 +101,10 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-def _inputs(spec: Spec, cell: str, source: str | None, context: dict[str, Any], store: Store) -> dict[str, str]:
-    """Where each input is read: in the store, where nothing moves under a stage that runs; in the study's folder where the store lacks it."""
-    paths = {}
-    for name, here in workspace.inputs(spec, cell, source).items():
-        maker, inside = context["makers"][spec.inputs[name]]
-        found = store.find(maker)
-        paths[name] = str(found / (HISTORY if name.startswith("history/") else inside) if found else here.absolute())
-    return paths
+def _makers(spec: Spec, context: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Which artifact of the store holds each input, and where in it."""
+    found = {name: tuple(context["makers"][key]) for name, key in spec.inputs.items()}
+    return {name: (key, HISTORY if name.startswith("history/") else inside) for name, (key, inside) in found.items()}
 
 
 def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store) -> Request:
@@ -124,7 +120,8 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         stage=stage,
         cell=cell,
         spec=spec.model_dump(),
-        inputs=_inputs(spec, cell, source_of(stage, cell, context), context, store),
+        inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell, source_of(stage, cell, context)).items()},
+        makers=_makers(spec, context),
         store=str(store.root),
         study=context["study"],
         settings={
@@ -138,7 +135,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         device="cuda" if chip and chip["kind"] == "gpu" else "auto",  # a GPU that torch does not see is an error, never a processor instead
         resources=resources,
         retries=context["retries"],
-    )
+    ).located(store)
 
 
 def _sources(stage: str, cell: str, context: dict[str, Any]) -> list[str] | dict[str, list[str]]:

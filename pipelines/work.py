@@ -7,7 +7,7 @@ import json
 import shutil
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
 class Request:
     """What somebody wants made.
 
-    inputs: input name -> absolute path. settings: what the stage's Context carries (sources, provenance, peak_flops).
+    inputs: input name -> absolute path; of one that is not made yet, where the study's folder will have it. makers: input name -> (key of the artifact
+    in the store that holds it, path in it). settings: what the stage's Context carries (sources, provenance, peak_flops).
     resources: what a worker must have ("cpus", "gpus", or any name of Ray's). store: the store's folder.
     """
 
@@ -35,6 +36,7 @@ class Request:
     device: str = "auto"
     resources: dict[str, float] = field(default_factory=dict)
     retries: int = 2
+    makers: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -46,6 +48,11 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         return cls(**json.loads(text))
+
+    def located(self, store: Store) -> Request:
+        """The same, with each input that the store has read there, where nothing moves under a stage that runs."""
+        found = {name: store.find(key) for name, (key, _) in self.makers.items()}
+        return replace(self, inputs=self.inputs | {name: str(place / self.makers[name][1]) for name, place in found.items() if place})
 
 
 @dataclass
