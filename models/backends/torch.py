@@ -1,22 +1,31 @@
-"""Torch: trains a model by AdamW on one device, and scores sequences.
+"""Torch: trains a model by AdamW on one device or on one in each of several processes, and scores sequences.
 
-Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
+Weights are float32; activations are float32 or bfloat16. A GPU is never waited for inside a step: the host is a step ahead of it.
+Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kernels.head_loss import head_loss
 from models.backbone import Model
+from models.backends.torch_decoder import Decoder
+from models.backends.torch_parallel import Gradients, Team
 from models.layers.layer import Layer
 
+__all__ = ["Decoder", "Team", "Trainer", "device_name", "find_device", "to_arrays", "to_numpy"]
+
+Facts = Callable[[], dict[str, float]]
+"""Waits for what a step measured."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,16 +72,17 @@ class Trainer:
 
     optimizer: {"beta1", "beta2", "epsilon", "weight_decay", "clip"}; None is for scoring alone, and holds no moments.
     precision: of activations, "float32" or "bfloat16". deterministic: the same bits on every run on one device. threads: of a CPU. compile: torch.compile each kind of block.
+    rematerialise: compute what is inside a block again in the backward pass instead of keeping it. team: the processes that train
+    together, each of which makes the same calls with the same arguments (see models/backends/torch_parallel.py).
     Raises ValueError for a model without a forward pass and for an unknown precision.
     """
 
-    devices = 1
     lost = False
     """A step that runs out of memory leaves the parameters as they were."""
 
     def __init__(
         self, model: Model, *, optimizer: Mapping[str, float] | None, seed: int, device: str = "cpu", precision: str = "float32",
-        deterministic: bool = False, threads: int | None = None, compile: bool = False,
+        deterministic: bool = False, threads: int | None = None, compile: bool = False, rematerialise: bool = False, team: Team | None = None,
     ) -> None:  # fmt: skip
         if model.trainable:
             raise ValueError(f"This model cannot be trained: {model.trainable}. Choose other layers, or only plan it.")
@@ -85,11 +95,21 @@ class Trainer:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
-        self.model, self.device, self.dtype = model, torch.device(device), PRECISIONS[precision]
-        self.params = {name: value.to(self.device).requires_grad_() for name, value in model.init(seed).items()}
-        self._compiled: dict[Layer, Callable] | None = {} if compile and self.device.type != "cpu" else None
+        self.model, self.device, self.dtype, self.rematerialise = model, torch.device(device), PRECISIONS[precision], rematerialise
+        self.params = {name: torch.nn.Parameter(value.to(self.device)) for name, value in model.init(seed).items()}
+        self.ahead = 0 if self.device.type == "cpu" else 1
+        """How many steps may wait on the device while the host goes on."""
+        self._compile, self._blocks = compile and self.device.type != "cpu", {}
+        self._copies = None if self.device.type == "cpu" else torch.cuda.Stream()
+        self.team = team or Team()
         if optimizer is not None:
             self._optimise(optimizer)
+            self._gradients = Gradients(self.team, self.params, self._loss)
+
+    @property
+    def devices(self) -> int:
+        """How many devices a batch is split over."""
+        return self.team.size
 
     def _optimise(self, optimizer: Mapping[str, float]) -> None:
         model, self.clip = self.model, optimizer["clip"]
@@ -102,17 +122,38 @@ class Trainer:
             self.optimizer.state[value] = {
                 "step": torch.zeros((), device=self.device), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)
             }  # fmt: skip
+        self._halted = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _transform(self, block: Callable, layer: Layer) -> Callable:
-        """The block of a kind of layer, compiled once however many blocks are of that kind."""
-        if self._compiled is None:
-            return block
-        if layer not in self._compiled:
-            self._compiled[layer] = torch.compile(block)
-        return self._compiled[layer]
+        """The block of a kind of layer without its state, compiled once however many blocks are of that kind."""
+        if layer not in self._blocks:
+            run = functools.partial(_stateless, block)
+            self._blocks[layer] = torch.compile(run, dynamic=False) if self._compile else run
+        run = self._blocks[layer]
+        again = self.rematerialise and torch.is_grad_enabled()
+        return functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) if again else run
 
-    def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values)).to(self.device, dtype, non_blocking=True)
+    def _to_device(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """A copy on the device, made beside what it computes."""
+        value = torch.as_tensor(np.ascontiguousarray(values)).to(dtype)
+        if self._copies is None:
+            return value
+        with torch.cuda.stream(self._copies):
+            value = value.pin_memory().to(self.device, non_blocking=True)
+        value.record_stream(torch.cuda.current_stream())
+        return value
+
+    def _batch(
+        self, tokens_BT1: np.ndarray, segments: np.ndarray | None, targets_mask: np.ndarray | None, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(tokens, segments, weight of each target's loss) of some rows, on the device; the weights of all rows sum to 1."""
+        mask_BT = np.ones((len(tokens_BT1), tokens_BT1.shape[1] - 1), bool) if targets_mask is None else np.asarray(targets_mask, bool)
+        tokens = self._to_device(tokens_BT1[rows], torch.int32)
+        segments_BT = None if segments is None else self._to_device(segments[rows], torch.int32)
+        mask = self._to_device(mask_BT[rows], torch.bool)
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+        return tokens, segments_BT, mask.float() / max(int(mask_BT.sum()), 1)
 
     def _loss(
         self, model: Model, tokens_BT1: torch.Tensor, segments_BT: torch.Tensor | None, weight_BT: torch.Tensor
@@ -123,56 +164,53 @@ class Trainer:
         total, nll_N = head_loss(x_BTD.reshape(len(target_N), -1), self.params["embedding"], target_N, weight_BT.reshape(-1))
         return total, nll_N.reshape(weight_BT.shape), record
 
-    def step(
+    def step(self, tokens_BT1: np.ndarray, **given: Any) -> dict[str, float]:
+        """`submit`, and wait for its facts."""
+        return self.submit(tokens_BT1, **given)()
+
+    def submit(
         self, tokens_BT1: np.ndarray, *, learning_rate: float, segments: np.ndarray | None = None, targets_mask: np.ndarray | None = None,
-        micro_batch: int | None = None, skip_nonfinite: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
-        """One AdamW step on the mean loss over the unmasked targets, the gradient's global norm clipped.
+        micro_batch: int | None = None, skip_nonfinite: bool = False, halt: bool = False, rematerialise: bool = False,
+    ) -> Facts:  # fmt: skip
+        """One AdamW step on the mean loss over the unmasked targets, the gradient's global norm clipped; given to the device, not waited for.
 
         tokens_BT1: integers [B, T + 1]. segments: int32 [B, T] of the inputs. targets_mask: bool [B, T], false where a target carries no loss.
         micro_batch: rows at a time on each device; the loss is the same. skip_nonfinite: leave everything as it was where loss or
-        gradient is not finite. Returns loss, grad_norm (before clipping), finite (1 or 0) and the layers' scalars.
-        Raises MemoryError where the rows at a time do not fit in the device's memory. The device is read once, at the end.
+        gradient is not finite; halt: and then leave it so in every step that follows, until a state is loaded. rematerialise: from here on.
+        Returns a function that waits for loss, grad_norm (before clipping), finite (1 or 0) and the layers' scalars.
+        Raises MemoryError where the rows at a time do not fit in the device's memory, ValueError where the team does not divide the rows.
         """
+        self.rematerialise |= rematerialise
+        share, rest = divmod(len(tokens_BT1), self.devices)
+        if rest:
+            raise ValueError(f"{self.devices} devices do not divide a batch of {len(tokens_BT1)} rows; give a multiple of them, or use fewer.")
+        rows = slice(self.team.rank * share, (self.team.rank + 1) * share)
         try:
-            return self._step(tokens_BT1, learning_rate, segments, targets_mask, micro_batch, skip_nonfinite)
+            batch = self._batch(tokens_BT1, segments, targets_mask, rows)
+            names, values = self._descend(batch, micro_batch or share, learning_rate, skip_nonfinite, halt)
+            return _read_later(names, values)
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
+        self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         raise MemoryError(message)
 
-    def _step(
-        self, tokens_BT1: np.ndarray, learning_rate: float, segments: np.ndarray | None, targets_mask: np.ndarray | None, micro_batch: int | None,
-        skip_nonfinite: bool,
-    ) -> dict[str, float]:  # fmt: skip
-        rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
-        tokens = self._tensor(tokens_BT1, torch.int32)
-        segments_BT = None if segments is None else self._tensor(segments, torch.int32)
-        mask = torch.ones(rows, length, device=self.device) if targets_mask is None else self._tensor(targets_mask, torch.float32)
-        weight_BT = mask / mask.sum().clamp(min=1)
-
+    def _descend(
+        self, batch: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], micro_batch: int, learning_rate: float, skip: bool, halt: bool
+    ) -> tuple[list[str], torch.Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        loss, scalars = torch.zeros((), device=self.device), {}
-        for start in range(0, rows, micro_batch or rows):
-            part = slice(start, start + (micro_batch or rows))
-            part_loss, _, record = self._loss(self.model, tokens[part], None if segments_BT is None else segments_BT[part], weight_BT[part])
-            part_loss.backward()
-            loss += part_loss.detach()
-            for name, value in record.items():
-                scalars[name] = scalars.get(name, 0) + value.detach() * (len(tokens[part]) / rows)
-
+        loss, scalars = self._gradients.add_up(self.model, batch, micro_batch)
         gradients = [value.grad for value in self.params.values()]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         finite = torch.isfinite(norm) & torch.isfinite(loss)
+        undone = ~finite | self._halted
+        self._halted = undone if halt else self._halted
         self.optimizer.grad_scale = norm.clamp(min=self.clip) / self.clip  # the fused step divides gradients by it
-        self.optimizer.found_inf = (~finite).float() if skip_nonfinite else torch.zeros((), device=self.device)
+        self.optimizer.found_inf = undone.float() if skip else torch.zeros((), device=self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-
-        names = ["loss", "grad_norm", "finite", *scalars]
-        values = torch.stack([loss, norm, finite.float(), *(value.float() for value in scalars.values())])
-        return dict(zip(names, values.tolist(), strict=True))
+        return ["loss", "grad_norm", "finite", *scalars], torch.stack([loss, norm, finite.float(), *scalars.values()])
 
     @torch.no_grad()
     def nll(
@@ -182,10 +220,8 @@ class Trainer:
 
         setting: the solver's, for inference: {"steps": 5}, {"eps": 1e-3}, {"solve": False}; None: as trained.
         """
-        tokens = self._tensor(tokens_BT1, torch.int32)
-        segments_BT = None if segments is None else self._tensor(segments, torch.int32)
-        weight_BT = torch.ones(tokens.shape[0], tokens.shape[1] - 1, device=self.device)
-        _, nll_BT, record = self._loss(self.model.with_setting(setting), tokens, segments_BT, weight_BT)
+        batch = self._batch(tokens_BT1, segments, None, slice(None))
+        _, nll_BT, record = self._loss(self.model.with_setting(setting), *batch)
         return nll_BT.cpu().numpy(), {name: float(value) for name, value in record.items()}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -233,20 +269,35 @@ class Trainer:
             target.copy_(torch.from_numpy(np.array(state[name])))
         for value in self.params.values():
             self.optimizer.state[value]["step"].fill_(float(state["step"]))
+        self._halted = torch.zeros_like(self._halted)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Have every process of the team go on from what rank 0 holds."""
+        states = [self.optimizer.state[value] for value in self.params.values()] if hasattr(self, "optimizer") else []
+        self.team.copy_from_first([*self.params.values(), *(value for state in states for value in state.values())])
+        self._halted = torch.zeros((), dtype=torch.bool, device=self.device)
 
 
-class Decoder:
-    """Sequences that go on a token at a time, by each layer's step. params: by the names of the model's table; no gradient is asked of them."""
+def _stateless(block: Callable, *given: Any) -> tuple[torch.Tensor, None, dict[str, torch.Tensor]]:
+    """A block without its state, which training has no use for, and which is then not computed."""
+    x, _, record = block(*given)
+    return x, None, record
 
-    def __init__(self, model: Model, params: Mapping[str, torch.Tensor]) -> None:
-        self.model, self.params = model, {name: value.detach() for name, value in params.items()}
 
-    def prefill(self, tokens_BP: np.ndarray, segments_BP: np.ndarray | None = None) -> np.ndarray:
-        """The prompts at once: logits [B, V], float32, of the token after each."""
-        x_BPD, self.states, _ = self.model.stream(self.params, tokens_BP, segments=segments_BP)
-        return to_numpy(self.model.logits(self.params, x_BPD[:, -1]))
+def _read_later(names: list[str], values: torch.Tensor) -> Facts:
+    """Facts on their way to the host."""
+    if values.device.type == "cpu":
+        there, arrived = values, None
+    else:
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
 
-    def step(self, token_B: np.ndarray) -> np.ndarray:
-        """One more token of each sequence: logits [B, V] of the next."""
-        logits_BV, self.states = self.model.step(self.params, token_B, self.states)
-        return to_numpy(logits_BV)
+    def read() -> dict[str, float]:
+        if arrived is not None:
+            arrived.synchronize()
+        return dict(zip(names, there.tolist(), strict=True))
+
+    return read
