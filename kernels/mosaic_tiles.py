@@ -28,13 +28,16 @@ def parts(x: Array, count: int) -> list[Array]:
     return found
 
 
-def dot(a: Array, b: Array, contract: tuple = NN, *, precise: int) -> Array:
-    """A product in float32. precise: into how many bfloat16 parts float32 operands are cut: 1 rounds them, 3 is float32 throughout."""
-    if precise == 3 and a.dtype == b.dtype == jnp.float32:
+def dot(a: Array | list[Array], b: Array | list[Array], contract: tuple = NN, *, precise: int) -> Array:
+    """A product in float32, of arrays or of the parts that they were cut into.
+
+    precise: into how many bfloat16 parts float32 operands are cut: 1 rounds them, 3 is float32 throughout.
+    """
+    if precise == 3 and all(isinstance(x, Array) and x.dtype == jnp.float32 for x in (a, b)):
         return jax.lax.dot_general(a, b, (contract, ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     total = None
-    for i, x in enumerate(parts(a, precise)):
-        for j, y in enumerate(parts(b, precise)):
+    for i, x in enumerate(a if isinstance(a, list) else parts(a, precise)):
+        for j, y in enumerate(b if isinstance(b, list) else parts(b, precise)):
             if i + j < precise:
                 term = jax.lax.dot_general(x, y, (contract, ((), ())), preferred_element_type=jnp.float32)
                 total = term if total is None else total + term

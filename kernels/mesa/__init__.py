@@ -12,7 +12,7 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, mosaic, shapes
 from kernels.mesa import chunked, reference
 from kernels.mesa.reference import State
 from kernels.mesa.step import step
@@ -20,8 +20,9 @@ from kernels.mesa.step import step
 __all__ = ["State", "mesa", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.mesa, "reference": reference.mesa}
-kernels.offer("mesa", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+ARRAY_FORMS = {"chunked": chunked.mesa, "reference": reference.mesa}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "pallas": mosaic.implementation("mesa")}
+kernels.offer("mesa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "pallas": mosaic.refusal})
 
 
 def mesa(

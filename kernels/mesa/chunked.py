@@ -8,6 +8,7 @@ With values [beta v | beta k] the statistics [G | H] are one linear attention st
 Shapes: B batch, T time, H heads, K key size, V value size, C chunk length, M = chunks x B x H.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from kernels import arrays, chunks, segmentation
@@ -23,17 +24,20 @@ Array = Any  # torch.Tensor or jax.Array
 def mesa(
     q, k, v, log_decay, beta, lam, *,
     sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit", state=None, segments=None,
-    chunk: int | None = None,
+    chunk: int | None = None, run: Callable | None = None, read: Callable | None = None,
 ) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
-    """See `kernels.mesa.mesa`; `chunk` is the chunk's length."""
+    """See `kernels.mesa.mesa`; `chunk` is the chunk's length. A device's kernels: `run`, another `differentiable`, and `read`, linear attention's.
+
+    Only the implicit gradient has kernels; the unrolled one is the framework's own, of the form in array operations.
+    """
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state
     if not solve or steps == 0:
-        return _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, segments, chunk)
+        return _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, segments, chunk, read)
     log_decay, beta, sign, padding, last_B = segmentation.gates(log_decay, beta, sign, segments, state.segment_B, state.H_BHKK.dtype)
     S_BHKX = ops.concatenate((state.G_BHKV, state.H_BHKK), -1)
     options = {"steps": steps, "eps": float(eps), "criterion": criterion, "start": start, "chunk": chunk or chunks.length(*q.shape[1::2])}
-    run = differentiable if gradient == "implicit" else unrolled
+    run = (run or differentiable) if gradient == "implicit" else unrolled
     o, S_BHKX, taken, residual = run(q, k, v, log_decay, beta, lam, sign, S_BHKX, **options)
     return _outputs(o, S_BHKX, taken, ops.stop_gradient(residual), padding, last_B)
 
@@ -46,11 +50,11 @@ def _outputs(o, S_BHKX, taken, residual, padding, last_B) -> tuple[Array, State,
     return o, State(S_BHKX[..., :V], S_BHKX[..., V:], last_B), {"steps": taken, "residual": residual}
 
 
-def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, segments, chunk):
+def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, segments, chunk, run):
     """No solve: the state read with q itself, or with the solver's start. Two linear attentions, with their own exact gradients."""
     ops = arrays.of(q)
     V, dtype = v.shape[-1], state.H_BHKK.dtype
-    options = {"sign": sign, "segments": segments, "chunk": chunk}
+    options = {"sign": sign, "segments": segments}
     q32, k32, v32, lam = (ops.cast(x, dtype) for x in (q, k, v, lam))
     if not solve:
         solution = q32
@@ -62,7 +66,8 @@ def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, s
         diagonal, _ = linear.linear_attention(one, one, k32 * k32, log_decay, beta, state=start_BH1K, **options)
         solution = jacobi(q32, diagonal + lam)
     statistics = LinearState(ops.concatenate((state.G_BHKV, state.H_BHKK), -1), state.segment_B)
-    read, statistics = linear.linear_attention(solution, k32, ops.concatenate((v32, k32), -1), log_decay, beta, state=statistics, **options)
+    values = ops.concatenate((v32, k32), -1)
+    read, statistics = linear.linear_attention(solution, k32, values, log_decay, beta, state=statistics, chunk=chunk, run=run, **options)
     residual = relative_residual(*(ops.stop_gradient(x) for x in (q32, q32 - read[..., V:] - lam * solution)))
     padding = None if segments is None else (segments < 0)[..., None]
     taken = ops.zeros(q.shape[:3], ops.int32, q)

@@ -81,12 +81,12 @@ def jacobi(rhs: Array, diagonal: Array) -> Array:
     return ops.where(positive, rhs / ops.where(positive, diagonal, 1.0), 0.0)
 
 
-def relative_residual(rhs: Array, left: Array) -> Array:
+def relative_residual(rhs: Array, left: Array, *, keepdims: bool = False) -> Array:
     """||left|| / ||rhs|| in float32, for left = rhs - A x; 0 where rhs is 0."""
     ops = arrays.of(rhs)
     _, size = _unit(rhs, ops)
     left = ops.where(size > 0, left / ops.where(size > 0, size, 1.0), 0.0)
-    return ops.cast(ops.sqrt(ops.sum(left * left, -1)), ops.float32)
+    return ops.cast(ops.sqrt(ops.sum(left * left, -1, keepdims=keepdims)), ops.float32)
 
 
 def _unit(x: Array, ops: Any) -> tuple[Array, Array]:

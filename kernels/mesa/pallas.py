@@ -1,0 +1,180 @@
+"""Mesa for TPUs: one program a chunk, all of its tokens solved at once, G and H in fast memory from one chunk of a row to the next.
+
+The maths is `kernels.mesa.chunked`'s, the solver `kernels.mesa.solver`'s: each token stops by itself, the loop when all of a chunk have.
+Products of the solver and of what it is read with have float32's precision for float32 q, k and v. For bfloat16 ones, keys and values
+are exact as they are, and everything else is cut into a high and a low bfloat16 part (16 bits).
+
+Shapes: B batch, T time, H heads, K key size, V value size, G = B H, N chunks, C chunk length; the statistics are G [K, V] and H [K, K].
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels import arrays, mosaic
+from kernels.linear_attention import pallas as linear
+from kernels.mesa import chunked, solver
+from kernels.mesa.reference import State
+from kernels.mosaic import by_chunk, by_head, by_row, new
+from kernels.mosaic_tiles import NT, TN, Decay, column, decay, decay_gradient, dot, parts, row, token, total
+
+Array = Any  # jax.Array
+
+
+def mesa(
+    q, k, v, log_decay, beta, lam, *,
+    sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit", state=None, segments=None,
+    chunk: int | None = None,
+) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
+    """See `kernels.mesa.mesa`; `chunk` is the chunk's length. gradient="unrolled" is the array form's."""
+    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
+    options |= {"sign": sign, "state": state, "segments": segments, "chunk": chunk or mosaic.chunk_length(q.shape[1])}
+    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, run=differentiable, read=linear.differentiable)
+
+
+def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk):
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    operands, (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk)
+    f32, gate = jnp.float32, by_chunk(new((G, N, 1, chunk), jnp.float32))
+    statistics = [by_row(x.reshape(G, K, -1)) for x in (S_BHKX[..., :V], S_BHKX[..., V:])]
+    outputs = [by_chunk(new((G, N, chunk, V), v.dtype)), gate, gate, by_chunk(new((G, N, chunk, K), f32))]
+    outputs += [by_chunk(new((G, N, K, size), f32)) for size in (V, K)] + [by_row(new((G, K, size), f32)) for size in (V, K)]
+    o, taken, residual, x, G_starts, H_starts, G_last, H_last = mosaic.launch(
+        _forward, G, N, [*operands, *statistics], outputs, products=_solve_cost(chunk, K, steps) + 2 * chunk * K * (chunk + K + 2 * V),
+        like=q, precise=_precise(q), solve={"steps": steps, "eps": eps, "criterion": criterion, "start": start},
+    )  # fmt: skip
+    last = jnp.concatenate((G_last, H_last), -1).reshape(B, H, K, V + K)
+    o, taken, residual = (mosaic.join(y, B, T) for y in (o, taken, residual))
+    return (o, last, taken.astype(jnp.int32), residual), (x, G_starts, H_starts)
+
+
+def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk):
+    q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
+    (x, G_starts, H_starts), (do, dlast) = residuals, gradients[:2]
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    (_, *operands), (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk)
+    f32, gate = jnp.float32, by_chunk(new((G, N, 1, chunk), jnp.float32))
+    given = [*operands, *map(by_chunk, (x, G_starts, H_starts, mosaic.split(do, chunk)))]
+    given += [by_row(y.reshape(G, K, -1)) for y in (dlast[..., :V], dlast[..., V:])]
+    outputs = [by_chunk(new((G, N, chunk, y.shape[-1]), y.dtype)) for y in (q, k, v)] + [gate, gate]
+    outputs += [by_row(new((G, *shape), f32)) for shape in ((1, K), (K, V), (K, K))]
+    *results, dlam, dG, dH = mosaic.launch(
+        _backward, G, N, given, outputs, products=_solve_cost(chunk, K, steps) + chunk * (chunk * (6 * K + 2 * V) + K * (5 * V + 4 * K)),
+        reverse=True, like=q, precise=_precise(q), solve={"steps": steps, "eps": eps, "criterion": criterion, "start": start},
+    )  # fmt: skip
+    dq, dk, dv, dlog_decay, dbeta = (mosaic.join(y, B, T) for y in results)
+    dlam = jnp.sum(dlam.reshape(B, H, K), 0).astype(lam.dtype)
+    dH = (dH + jnp.swapaxes(dH, -1, -2)) / 2  # H is symmetric, and so is its gradient
+    return dq, dk, dv, dlog_decay, dbeta, dlam, None, jnp.concatenate((dG, dH), -1).reshape(S_BHKX.shape)
+
+
+differentiable = arrays.custom_gradient(forward, backward, outputs=4)
+
+
+def _precise(q: Array) -> int:
+    return 2 if q.dtype == jnp.bfloat16 else 3
+
+
+def _solve_cost(C: int, K: int, steps: int) -> int:
+    """Multiply-adds of a chunk's solve: with its start, and as if every token took all its steps."""
+    return (steps + 1) * C * K * (2 * C + K)
+
+
+def _cut(q, k, v, log_decay, beta, sign, lam, chunk) -> tuple[list, tuple[int, int]]:
+    q, k, v = (mosaic.split(x, chunk) for x in (q, k, v))
+    gates = [None if x is None else by_chunk(mosaic.split(x, chunk, fill=fill)) for x, fill in ((log_decay, 0), (beta, 0), (sign, 1))]
+    return [by_chunk(q), by_chunk(k), by_chunk(v), *gates, by_head(lam.astype(jnp.float32)[:, None])], q.shape[:2]
+
+
+class System:
+    """H_t + Lambda of every token t of a chunk."""
+
+    def __init__(self, k_CK: Array, d: Decay, beta_1C: Array, lam_1K: Array, H_KK: Array, precise: int) -> None:
+        self.k_CK, self.since_start_C1, self.lam_1K, self.precise = k_CK, d.since_start_C1, lam_1K, precise
+        self.weight_CC = d.weight_CC * beta_1C
+        self.k_parts, self.H_parts = (x if precise == 3 else parts(x, precise) for x in (k_CK, H_KK))
+        at_start_1K = jnp.sum(jnp.where(token(H_KK.shape[0], 0) == token(H_KK.shape[0], 1), H_KK, 0.0), axis=0, keepdims=True)
+        k32 = k_CK.astype(jnp.float32)
+        self.diagonal_CK = dot(self.weight_CC, k32 * k32, precise=precise) + d.since_start_C1 * at_start_1K + lam_1K
+
+    def apply(self, x_CK: Array) -> Array:
+        product = partial(dot, precise=self.precise)
+        x = x_CK if self.precise == 3 else parts(x_CK, self.precise)
+        inside = product(product(x, self.k_parts, NT) * self.weight_CC, self.k_parts)
+        return inside + product(x, self.H_parts) * self.since_start_C1 + self.lam_1K * x_CK
+
+    def solve(self, rhs_CK: Array, **options: Any) -> tuple[Array, Array]:
+        return solver.iterate(self.apply, rhs_CK, self.diagonal_CK, **options)
+
+
+def _forward(
+    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, sign_ref, lam_ref, G_ref, H_ref,
+    o_ref, taken_ref, residual_ref, x_ref, G_starts_ref, H_starts_ref, G_last_ref, H_last_ref, *, precise, solve,
+):  # fmt: skip
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        G_last_ref[:] = G_ref[:]
+        H_last_ref[:] = H_ref[:]
+
+    d = decay(log_decay_ref[:], None if sign_ref is None else sign_ref[:])
+    k_CK, v_CV, beta_1C = k_ref[:], v_ref[:], beta_ref[:]
+    G_KV, H_KK = G_last_ref[:], H_last_ref[:]
+    G_starts_ref[:], H_starts_ref[:] = G_KV, H_KK
+    q_CK = q_ref[:].astype(jnp.float32)
+    system = System(k_CK, d, beta_1C, lam_ref[:], H_KK, precise)
+    x_CK, taken_C1 = system.solve(q_CK, **solve)
+    x_ref[:] = x_CK
+    taken_ref[:] = row(taken_C1.astype(jnp.float32))
+    residual_ref[:] = row(solver.relative_residual(q_CK, q_CK - system.apply(x_CK), keepdims=True))
+
+    d_beta = d._replace(weight_CC=system.weight_CC, to_end_C1=d.to_end_C1 * column(beta_1C))
+    o_ref[:] = linear.read(x_CK, k_CK, v_CV, d_beta, G_KV, precise).astype(o_ref.dtype)
+    G_last_ref[:] = linear.advance(k_CK, v_CV, d_beta, G_KV, precise)
+    H_last_ref[:] = linear.advance(k_CK, k_CK, d_beta, H_KK, precise)
+
+
+def _backward(
+    k_ref, v_ref, log_decay_ref, beta_ref, sign_ref, lam_ref, x_ref, G_starts_ref, H_starts_ref, do_ref, dG_last_ref, dH_last_ref,
+    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dlam_ref, dG_ref, dH_ref, *, precise, solve,
+):  # fmt: skip
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        dG_ref[:] = dG_last_ref[:]
+        dH_ref[:] = dH_last_ref[:]
+        dlam_ref[:] = jnp.zeros_like(dlam_ref)
+
+    product = partial(dot, precise=precise)
+    d = decay(log_decay_ref[:], None if sign_ref is None else sign_ref[:])
+    k_CK, v_CV, do_CV, beta_1C = k_ref[:], v_ref[:], do_ref[:], beta_ref[:]
+    x_CK, G_KV, H_KK, dG_KV, dH_KK = x_ref[:], G_starts_ref[:], H_starts_ref[:], dG_ref[:], dH_ref[:]
+    system = System(k_CK, d, beta_1C, lam_ref[:], H_KK, precise)
+    since_start, to_end, weight_CC, beta_C1 = d.since_start_C1, d.to_end_C1, system.weight_CC, column(beta_1C)
+
+    do_v = product(do_CV, v_CV, NT)
+    do_G = product(do_CV, G_KV, NT) * since_start
+    back_CK, _ = system.solve(product(do_v * weight_CC, k_CK) + do_G, **solve)  # e*, for G_t do_t
+
+    # S = [G | H], written with [v | k] and read by x, under the output's gradient [do | -back]
+    score_CC = product(x_CK, k_CK, NT)
+    dscore_CC = (do_v - product(back_CK, k_CK, NT)) * weight_CC
+    read_CC = score_CC * d.weight_CC
+    dx_start = do_G - product(back_CK, H_KK, NT) * since_start
+    dk_end = (product(v_CV, dG_KV, NT) + product(k_CK, dH_KK, NT)) * (to_end * beta_C1)
+    dv = product(read_CC, do_CV, TN) + product(k_CK, dG_KV) * to_end
+    dk_written = product(k_CK, dH_KK) * to_end - product(read_CC, back_CK, TN)
+    dk = product(dscore_CC, x_CK, TN) + dk_end + dk_written * beta_C1
+    k32, v32, do32 = (y.astype(jnp.float32) for y in (k_CK, v_CV, do_CV))
+
+    since_start_C1 = jnp.sum(x_CK * dx_start, axis=1, keepdims=True)
+    to_end_C1 = jnp.sum(k32 * dk_end, axis=1, keepdims=True)
+    through_11 = d.through_11 * (total(G_KV * dG_KV) + total(H_KK * dH_KK))
+    dlog_decay_ref[:] = decay_gradient(dscore_CC * score_CC, since_start_C1, to_end_C1, through_11)
+    dbeta_ref[:] = row(jnp.sum(dv * v32, axis=1, keepdims=True) + jnp.sum(dk_written * k32, axis=1, keepdims=True))
+    dlam_ref[:] -= jnp.sum(x_CK * back_CK, axis=0, keepdims=True)
+    dG_ref[:] = d.through_11 * dG_KV + product(x_CK, do32 * since_start, TN)
+    dH_ref[:] = d.through_11 * dH_KK - product(x_CK, back_CK * since_start, TN)
+    dq_ref[:] = back_CK.astype(dq_ref.dtype)
+    dk_ref[:] = dk.astype(dk_ref.dtype)
+    dv_ref[:] = (dv * beta_C1).astype(dv_ref.dtype)
