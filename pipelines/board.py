@@ -24,11 +24,14 @@ from stages.artifact import write_atomically
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request on the board. ahead: nobody waits for it yet. asked: seconds since 1970 where it was asked."""
+    """A request on the board. asked: seconds since 1970 where it was asked.
+
+    ahead: 0 where somebody waits for it; n where nobody does yet, and it may run beside n - 1 others of its kind.
+    """
 
     id: str
     session: str
-    ahead: bool
+    ahead: int
     asked: float
     request: Request
 
@@ -42,7 +45,7 @@ class Board:
 
     # Asking
 
-    def put(self, request: Request, session: str, *, ahead: bool = False, id: str | None = None) -> str:
+    def put(self, request: Request, session: str, *, ahead: int = 0, id: str | None = None) -> str:
         """Put up a request; returns its id. One of the same session and key is replaced: they want the same."""
         record = {"id": id or uuid.uuid4().hex, "session": session, "ahead": ahead, "asked": time.time(), "request": asdict(request)}
         write_atomically(self._request(session, request.key), json.dumps(record))
@@ -60,10 +63,15 @@ class Board:
             return False
         return True
 
-    def outcome(self, session: str, key: str, id: str | None = None) -> Outcome | None:
-        """How the last request of this key (or the one of this id) ended, or None."""
+    def withdraw_all(self, session: str) -> None:
+        """Take every request of a session away."""
+        for path in (self.folder / "requests" / session).glob("*.json"):
+            path.unlink(missing_ok=True)
+
+    def outcome(self, session: str, key: str, id: str | None = None, *, since: float = 0.0) -> Outcome | None:
+        """How the last request of this key (or the one of this id) ended, or None. since: an earlier one does not count (seconds since 1970)."""
         record = _read(self._outcome(session, key))
-        return Outcome(**record["outcome"]) if record and (id is None or id in record["ids"]) else None
+        return Outcome(**record["outcome"]) if record and (id is None or id in record["ids"]) and record["time"] >= since else None
 
     # Working
 
@@ -72,7 +80,7 @@ class Board:
         found = {path: self._wanted(path) for path in (self.folder / "requests" / session).glob("*.json")}
         self._seen = {path: self._seen[path] for path in found if path in self._seen}
         mine = [item for item in found.values() if item is not None and item.session == session]
-        return sorted(mine, key=lambda item: (item.ahead, item.asked))
+        return sorted(mine, key=lambda item: (item.ahead > 0, item.asked))
 
     def _wanted(self, path: Path) -> Wanted | None:
         try:

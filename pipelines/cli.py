@@ -180,6 +180,19 @@ def status(study: StudyArgument = None) -> None:
     reporting.show(study_folder(study))
 
 
+@app.command()
+def approve(study: StudyArgument = None) -> None:
+    """Let a study run that takes more accelerator-hours than cluster.confirm_hours."""
+    from pipelines import approval, workspace
+    from pipelines import run as running
+    from pipelines.resolve import resolve
+
+    folder = study_folder(study)
+    resolve(folder)
+    context = workspace.context(folder)
+    print(approval.approve(context, running.store_of(context, folder), folder))
+
+
 @app.command("stop")
 def stop_cell(cell: Annotated[str, typer.Argument(help="the cell that trains or is evaluated")], study: StudyArgument = None) -> None:
     """Ask a running cell to save its work and stop."""

@@ -31,6 +31,7 @@ from pipelines.work import Outcome, Request
 POLL_SECONDS = 0.1
 BEAT_SECONDS = 2.0
 BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
+LOOK_SECONDS = 0.5  # between looks for inputs that are not made yet
 LOST = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
@@ -62,11 +63,11 @@ def nothing() -> None:
 
 @dataclass
 class Work:
-    """One key in progress. ids: the requests that its outcome answers. attempt: the newest one before it was given to Ray."""
+    """One key in progress. ids: the requests that its outcome answers. attempt: the newest one before it was given to Ray. ahead: see Wanted."""
 
     request: Request
     ids: set[str]
-    ahead: bool
+    ahead: int
     task: ray.ObjectRef | None = None
     attempt: int = 0
     losses: list[str] = field(default_factory=list)
@@ -82,6 +83,7 @@ class Driver:
         self.facts = head.identity(psutil.Process()) | {"host": socket.gethostname(), "job": job}
         self.local = head.MARK in os.environ
         self.work: dict[str, Work] = {}
+        self.published: set[str] = set()
         self._beaten = 0.0
 
     def clear(self) -> None:
@@ -97,7 +99,7 @@ class Driver:
             if key not in self.work:
                 self.work[key] = Work(item.request, {item.id}, item.ahead)
             self.work[key].ids.add(item.id)
-            self.work[key].ahead &= item.ahead
+            self.work[key].ahead = min(self.work[key].ahead, item.ahead)
         for key in self.work.keys() - wanted.keys():
             self._stop(key)
         self._start()
@@ -107,17 +109,37 @@ class Driver:
         return bool(self.work)
 
     def beat(self) -> None:
-        self.board.beat(self.session, self.facts | {"working": sorted(self.work)})
+        self.board.beat(
+            self.session,
+            self.facts | {"working": sorted(key for key, work in self.work.items() if work.task is not None or not work.ahead)},
+        )
         self._beaten = time.monotonic()
 
     def _start(self) -> None:
         idle = [work for work in self.work.values() if work.task is None and not work.stopping and time.monotonic() >= work.again]
         for work in [item for item in idle if not item.ahead]:
             self._give(work)
-        ahead = [item for item in idle if item.ahead]
-        queued = sum(not self._begun(item) for item in self.work.values() if item.task is not None) if ahead else 0
-        for work in ahead[: max(0, QUEUED_AHEAD - queued)]:
+        ahead = [item for item in idle if item.ahead and self._has_inputs(item)]
+        if not ahead:
+            return
+        given = [item for item in self.work.values() if item.task is not None]
+        room = QUEUED_AHEAD - sum(not self._begun(item) for item in given)
+        running = sum(item.ahead > 0 for item in given)
+        for work in ahead[: max(0, room)]:
+            if running >= work.ahead:
+                break
             self._give(work)
+            running += 1
+
+    def _has_inputs(self, work: Work) -> bool:
+        """Whether all that it is made from is in the store."""
+        for key, _ in work.request.makers.values():
+            if key not in self.published and (self.store.folder(key) / "published").exists():
+                self.published.add(key)
+        if all(key in self.published for key, _ in work.request.makers.values()):
+            return True
+        work.again = time.monotonic() + LOOK_SECONDS
+        return False
 
     def _begun(self, work: Work) -> bool:
         """Whether a worker has taken the task up."""
@@ -144,7 +166,12 @@ class Driver:
                 return
         work.attempt = self._newest(request.key)
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": asked, "name": f"{request.stage}@{request.cell}"}
-        work.task = perform.options(**options).remote(asdict(request), request.threads or max(1, int(cpus)))
+        try:
+            located = request.located(self.store)
+        except ValueError as damaged:
+            self._answer(request.key, Outcome("failed", str(damaged), "mistake"))
+            return
+        work.task = perform.options(**options).remote(asdict(located), request.threads or max(1, int(cpus)))
 
     def _collect(self) -> None:
         tasks = {work.task: key for key, work in self.work.items() if work.task is not None}
@@ -194,6 +221,7 @@ class Driver:
 
     def _answer(self, key: str, outcome: Outcome) -> None:
         self.board.answer(self.session, key, outcome, self.work.pop(key).ids)
+        self._beaten = 0.0  # whoever waits for all work to end sees it at once
 
 
 def main(arguments: list[str] | None = None) -> None:

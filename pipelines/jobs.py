@@ -29,6 +29,7 @@ LOOK_SECONDS = 1.0  # between looks at the driver
 SILENT_SECONDS = 15.0  # without a sign of life on a cluster, before Ray is asked
 STOP_SECONDS = 120.0  # for a stage to save its work after Ctrl-C
 SUBMIT_SECONDS = 60.0
+PATIENCE_SECONDS = 5.0  # before it is said that others run first
 PUBLISHED_SECONDS = 2.0  # for the driver to say what it has published
 
 
@@ -56,13 +57,17 @@ def ask(request: Request, address: Address, *, code: Code = CODE_HERE, progress:
         return _Asking(request, address, session, code, shown).wait(caught)
 
 
-def release(requests: Iterable[Request], address: Address) -> None:
-    """Let these run whenever there is room, though nobody waits for them; a driver that is up takes them."""
+def release(requests: Iterable[Request], address: Address, *, at_once: int) -> int:
+    """Let these run whenever there is room and their inputs are made, `at_once` at a time, though nobody waits for them; a driver that is up takes
+    them. Returns how many were not on the board before."""
     session = _session(address)
+    new = 0
     for request in requests:
         board = Board(request.store, request.study)
-        if not board.has(session, request.key) and not (Store(Path(request.store)).folder(request.key) / "published").exists():
-            board.put(request, session, ahead=True)
+        if not board.has(session, request.key):
+            board.put(request, session, ahead=at_once)
+            new += 1
+    return new
 
 
 def _session(address: Address) -> str:
@@ -99,11 +104,17 @@ class _Asking:
         self.post = _Post(self.board, address, session, code, request)
         self.follower = Follower(lambda: self.store.attempts(self.key), shown.show, shown.say, self.store.alive(self.key))
         self.caller = identity(caller())
-        self.id = self.board.put(request, session)
+        # What failed ahead of this DVC's asking is told, not tried again: an error is reported once a run.
+        self.failed = self.board.outcome(session, self.key, since=self.caller["started"])
+        self.failed = self.failed if self.failed and self.failed.status in ("failed", "lost") else None
+        self.id = "" if self.failed else self.board.put(request, session)
         self._published: float | None = None
+        self._said = False
 
     def wait(self, caught: list[int]) -> Outcome:
         """The outcome; `caught` fills when a signal comes."""
+        if self.failed:
+            return self.failed
         began = time.monotonic()
         while not caught and runs(self.caller):
             if outcome := self.board.outcome(self.session, self.key, self.id) or self._made_by_others():
@@ -113,6 +124,7 @@ class _Asking:
                 self.board.put(self.request, self.session, id=self.id)
             self.post.see_to_driver()
             self.follower.look()
+            self._say_that_it_waits(time.monotonic() - began)
             time.sleep(min(LONGEST_POLL_SECONDS, POLL_SECONDS + (time.monotonic() - began) / 100))
         return self._stop(caught) if self.address.local else self._detach()
 
@@ -126,6 +138,17 @@ class _Asking:
         found = self.store.find(self.key)
         return Outcome("present", folder=str(found)) if found else None
 
+    def _say_that_it_waits(self, seconds: float) -> None:
+        """Once, where others have the room."""
+        if self._said or seconds < PATIENCE_SECONDS or self.store.alive(self.key):
+            return
+        others = [key for key in (self.board.driver(self.session) or {}).get("working", ()) if key != self.key]
+        if others:
+            self.shown.say(
+                f"{self.name} waits for room: {len(others)} other{'s' if len(others) > 1 else ''} of this study run; `strata status` shows them."
+            )
+            self._said = True
+
     def _detach(self) -> Outcome:
         return Outcome(
             "detached", f"{self.name} goes on at {self.address.url}; ask again to follow it, `strata stop {self.request.cell}` ends it."
@@ -133,14 +156,17 @@ class _Asking:
 
     def _stop(self, caught: list[int]) -> Outcome:
         self.shown.say(f"Stopping {self.name}: it saves its work first. Once more to leave at once.")
-        self.board.withdraw(self.session, self.key)
+        self.board.withdraw_all(self.session)  # what runs ahead ends with it: the head is DVC's child
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline and len(caught) < 2 and runs(self.board.driver(self.session)):
-            if outcome := self.board.outcome(self.session, self.key, self.id):
+            outcome = self.board.outcome(self.session, self.key, self.id)
+            if outcome and not (self.board.driver(self.session) or {}).get("working"):
                 return outcome
             self.follower.look()
             time.sleep(POLL_SECONDS)
-        return Outcome("stopped", f"{self.name} was left before it had stopped; what it had saved is kept.")
+        return self.board.outcome(self.session, self.key, self.id) or Outcome(
+            "stopped", f"{self.name} was left before it had stopped; what it had saved is kept."
+        )
 
 
 class _Post:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines import workspace
 from pipelines.store import Store
@@ -15,6 +15,9 @@ from pipelines.work import Outcome, Request, execute
 from stages import artifact
 from stages.command import HISTORY
 from stages.spec import Spec
+
+if TYPE_CHECKING:
+    from pipelines import ahead, head
 
 STORE = ".strata"
 FLOORS = ("kernels", "models", "stages", "pipelines")
@@ -62,7 +65,7 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
         print(f"{stage} {cell}: the store's was made from another {strange} than there is now; it is made again.", file=sys.stderr)
         store.forget(spec.key)
         found = None
-    outcome = Outcome("present", folder=str(found)) if found else _make(wanted, context, ray)
+    outcome = Outcome("present", folder=str(found)) if found else _make(wanted, context, store, ray)
     if not outcome.done:
         if stage == "train" and outcome.folder:
             _remember(stage, cell, spec, context, outcome)
@@ -166,9 +169,12 @@ def commit(folder: Path = Path(".")) -> dict[str, Any]:
     return {"commit": head, "dirty": bool(changed)}
 
 
-def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:
+def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> Outcome:
+    from pipelines import ahead, approval
     from pipelines.progress import Progress
 
+    rest = ahead.unmade(context, store) if ahead.whole_study() else [(wanted.stage, wanted.cell)]
+    approval.require(context, store, rest)
     with Progress(f"{wanted.stage} {wanted.cell}") as progress:
         if not ray:
             with _signals() as stopping:
@@ -177,7 +183,22 @@ def _make(wanted: Request, context: dict[str, Any], ray: bool) -> Outcome:
 
         if wanted.stage in REMEMBERED:
             tracking.warm()
-        return jobs.ask(wanted, head.address_from_environment() or head.ensure(root_of(context)), progress=progress)
+        address = head.address_from_environment() or head.ensure(root_of(context))
+        _release([item for item in rest if item != (wanted.stage, wanted.cell)], context, store, address)
+        return jobs.ask(wanted, address, progress=progress)
+
+
+def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address) -> None:
+    """Let the rest of the study run ahead of DVC's asking; say so when there is something new."""
+    from pipelines import approval, jobs
+
+    if not rest or not context["ahead"]:
+        return
+    requests = (request(stage, cell, Spec.load(workspace.spec_file(stage, cell)), context, store) for stage, cell in rest)
+    if jobs.release(requests, address, at_once=context["ahead"]):
+        print(
+            f"Released: {approval.describe(context, rest)}; {context['ahead']} at a time at most, as the cluster has room.", file=sys.stderr
+        )
 
 
 def _remember(stage: str, cell: str, spec: Spec, context: dict[str, Any], outcome: Outcome) -> None:

@@ -188,9 +188,39 @@ def test_a_killed_driver_is_replaced(request_for, place):
 
 def test_what_is_released_runs_though_nobody_waits(request_for, place):
     wanted = request_for("succeed")
-    jobs.release([wanted], place[0])
+    assert jobs.release([wanted], place[0], at_once=1) == 1
     until(lambda: Store(Path(wanted.store)).find(wanted.key))
     assert until(lambda: Board(wanted.store, wanted.study).outcome(place[0].session(), wanted.key)).status == "succeeded"
+
+
+def test_what_is_released_waits_for_its_inputs_and_then_reads_them_in_the_store(request_for, place):
+    maker = request_for("succeed", cell="maker")
+    taker = request_for("read", cell="taker", inputs={"made": "/nowhere"}, makers={"made": (maker.key, "made.txt")})
+    jobs.release([taker], place[0], at_once=4)
+    time.sleep(1.5)
+    assert Store(Path(taker.store)).attempts(taker.key) == []
+    jobs.release([maker], place[0], at_once=4)
+    found = until(lambda: Store(Path(taker.store)).find(taker.key))
+    assert (found / "made.txt").read_text() == "read 1\n"
+
+
+def test_no_more_run_ahead_than_may(request_for, place):
+    wanted = [request_for("wait", cell=f"cell {number}", resources={"cpus": 0.1}, spec={"stage": "probe", "versions": {}, "parameters": {"do": "wait", "n": number}}) for number in range(3)]  # fmt: skip
+    store = Store(Path(wanted[0].store))
+    alive = lambda: [item for item in wanted if store.alive(item.key)]  # noqa: E731
+    jobs.release(wanted, place[0], at_once=2)
+    until(lambda: len(alive()) == 2)
+    time.sleep(1)
+    assert len(alive()) == 2
+    Board(wanted[0].store, "nano").withdraw_all(place[0].session())
+    until(lambda: not alive())
+
+
+def test_what_failed_ahead_is_told_and_not_tried_again(ask, request_for, place):
+    wanted = request_for("mistake")
+    jobs.release([wanted], place[0], at_once=1)
+    until(lambda: Board(wanted.store, "nano").outcome(place[0].session(), wanted.key))
+    assert ask(wanted)[0].error == "training.batch: found 0, wanted at least 1." and len(attempts(wanted)) == 1
 
 
 @pytest.mark.slow
@@ -230,9 +260,9 @@ def test_two_sessions_may_want_the_same_and_leave_each_other_alone(tmp_path):
     board = Board(tmp_path, "nano")
     first = board.put(wanted, "session_1")
     assert [item.id for item in board.wanted("session_1")] == [first] and board.wanted("session_2") == []
-    second = board.put(wanted, "session_2", ahead=True)
+    second = board.put(wanted, "session_2", ahead=3)
     assert [item.id for item in board.wanted("session_1")] == [first]
-    assert [(item.id, item.ahead) for item in board.wanted("session_2")] == [(second, True)]
+    assert [(item.id, item.ahead) for item in board.wanted("session_2")] == [(second, 3)]
     board.answer("session_1", wanted.key, jobs.Outcome("succeeded"), {first})
     assert not board.has("session_1", wanted.key) and board.outcome("session_1", wanted.key, first).done
     assert board.has("session_2", wanted.key) and board.outcome("session_2", wanted.key, second) is None
@@ -248,7 +278,7 @@ def test_a_damaged_request_is_passed_over(tmp_path):
     (board.folder / "requests" / "s").mkdir(parents=True)
     (board.folder / "requests" / "s" / "torn.json").write_text('{"id": "1", "sess')
     (board.folder / "requests" / "s" / "other.json").write_text(
-        json.dumps({"id": "1", "session": "s", "ahead": False, "asked": 0, "request": {"stage": "probe", "new": 1}})
+        json.dumps({"id": "1", "session": "s", "ahead": 0, "asked": 0, "request": {"stage": "probe", "new": 1}})
     )
     assert board.wanted("s") == []
 

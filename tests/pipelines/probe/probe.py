@@ -25,5 +25,8 @@ def run(spec, out, inputs, context):
                 time.sleep(0.02)
             (out / "saved").write_text("work")
             raise Stopped("saved after 3 steps")
-    (out / "made.txt").write_text(f"{os.environ['OMP_NUM_THREADS']}\n")
+    text = f"{os.environ['OMP_NUM_THREADS']}\n"
+    if spec.parameters["do"] == "read":
+        text = "read " + inputs["made"].read_text()
+    (out / "made.txt").write_text(text)
     artifact.write(out, key=spec.key, stage="probe", files=["made.txt"], inputs={})
