@@ -36,15 +36,16 @@ def load(backend: str) -> ModuleType:
     return importlib.import_module(f"kernels.arrays.{backend}")
 
 
-def custom_gradient(forward: Callable, backward: Callable, *, outputs: int) -> Callable:
+def custom_gradient(forward: Callable, backward: Callable, *, outputs: int, saved: int = 0) -> Callable:
     """A function of arrays with a hand-written gradient, for whichever framework its arrays belong to.
 
-    forward(*arrays, **static) -> (outputs, residuals): two tuples of new arrays (none may be one of `arrays`); `outputs` is how many outputs.
+    forward(*arrays, **static) -> (outputs, residuals): two tuples of new arrays (none may be one of `arrays`); `outputs` is how many outputs,
+        the first `saved` of which backward gets in front of the residuals.
     backward(arrays, residuals, gradients, **static) -> a gradient, or None, for each of `arrays`.
     Arrays may be None. Static options are int, float, bool, str or None. Outputs that are not floating point carry no gradient.
     The result is called as f(*arrays, **static) -> outputs. Under torch.compile forward and backward are opaque operations.
     """
-    made = declaration.declare(forward, backward, outputs)
+    made = declaration.declare(forward, backward, outputs, saved)
 
     @functools.wraps(forward)
     def call(*arrays: Array | None, **static: Any) -> tuple[Array, ...]:

@@ -267,17 +267,17 @@ def rematerialise(function: Callable) -> Callable:
     return jax.checkpoint(function)
 
 
-def custom_gradient(forward: Callable, backward: Callable, outputs: int) -> Callable:
+def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: int) -> Callable:
     """See `kernels.arrays.custom_gradient`."""
 
     def call(*arrays: Array | None, **static: Any) -> tuple[Array, ...]:
-        return _with_gradient(forward, backward, tuple(sorted(static.items())))(*arrays)
+        return _with_gradient(forward, backward, saved, tuple(sorted(static.items())))(*arrays)
 
     return call
 
 
 @functools.lru_cache(maxsize=256)
-def _with_gradient(forward: Callable, backward: Callable, static: tuple) -> Callable:
+def _with_gradient(forward: Callable, backward: Callable, saved: int, static: tuple) -> Callable:
     options = dict(static)
 
     @jax.custom_vjp
@@ -286,7 +286,7 @@ def _with_gradient(forward: Callable, backward: Callable, static: tuple) -> Call
 
     def keep(*arrays):
         results, residuals = forward(*arrays, **options)
-        return results, (arrays, residuals)
+        return results, (arrays, (*results[:saved], *residuals))
 
     def pull_back(kept, gradients):
         return tuple(backward(*kept, gradients, **options))

@@ -322,7 +322,7 @@ def rematerialise(function: Callable) -> Callable:
     return functools.partial(checkpoint, function, use_reentrant=False)
 
 
-def custom_gradient(forward: Callable, backward: Callable, outputs: int) -> Callable:
+def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: int) -> Callable:
     """See `kernels.arrays.custom_gradient`. Two opaque operations, under an autograd.Function that torch.compile can trace."""
     label = f"strata::{forward.__module__}.{forward.__qualname__}".replace(".", "_")
 
@@ -346,7 +346,7 @@ def custom_gradient(forward: Callable, backward: Callable, outputs: int) -> Call
         def forward(ctx, static: str, *arrays: Array) -> tuple[Array, ...]:
             everything = forward_op(list(arrays), static)
             results, residuals = everything[:outputs], everything[outputs:]
-            ctx.save_for_backward(*arrays, *residuals)
+            ctx.save_for_backward(*arrays, *results[:saved], *residuals)
             ctx.count, ctx.static = len(arrays), static
             ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
             return tuple(results)

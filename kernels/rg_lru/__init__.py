@@ -8,15 +8,24 @@ Shapes: B batch, T time, D channels.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, launch, shapes
 from kernels.rg_lru import chunked, reference
 from kernels.rg_lru.reference import State, step
 
 __all__ = ["State", "rg_lru", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.rg_lru, "reference": reference.rg_lru}
-kernels.offer("rg_lru", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    from kernels.rg_lru import triton  # when it is first called; an import statement, so that torch.compile can trace it
+
+    return triton.rg_lru(*arguments, **options)
+
+
+ARRAY_FORMS = {"chunked": chunked.rg_lru, "reference": reference.rg_lru}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
+kernels.offer("rg_lru", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": launch.refusal})
 
 
 def rg_lru(

@@ -13,13 +13,13 @@ from kernels.rg_lru.reference import State, fresh
 Array = Any  # torch.Tensor or jax.Array
 
 
-def rg_lru(x, log_a, *, state=None, segments=None) -> tuple[Array, State]:
-    """See `kernels.rg_lru.rg_lru`."""
+def rg_lru(x, log_a, *, state=None, segments=None, run=None) -> tuple[Array, State]:
+    """See `kernels.rg_lru.rg_lru`. run: `differentiable`, or another form of it."""
     ops = arrays.of(x)
     state = fresh(x) if state is None else state
     log_a, _, _, padding, last_B = segmentation.gates(log_a, None, None, segments, state.segment_B, state.h_BD.dtype)
     x = x if padding is None else ops.where(padding, 0.0, x)
-    out, h = differentiable(x, log_a, state.h_BD)
+    out, h = (run or differentiable)(x, log_a, state.h_BD)
     return out if padding is None else ops.where(padding, 0.0, out), State(h, last_B)
 
 
