@@ -27,9 +27,24 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
     "nll": {"set": "string", "source": "string", "length": "int64", "sequence": "int64", "start": "int64", "nll": "list<float>"},
     "positions": {"set": "string", "length": "int64", "position": "int64", "nll_sum": "float64", "count": "int64"},
+    # Items of tasks, in three schemas (docs/tasks.md).
+    "multiple_choice": {
+        "id": "string", "context": "string", "choices": "list<string>", "answer_index": "int64", "context_options": "list<string>",
+        "continuation": "string",
+    },
+    "prompt_target": {"id": "string", "context": "string", "target": "string"},
+    "recall": {"id": "string", "context": "string", "question": "string", "answers": "list<string>"},
+    # An evaluated item. scores, tokens, bytes: of each option its negative log likelihood, tokens, bytes (one option where there is no choice).
     "tasks": {
-        "task": "string", "version": "int64", "shots": "int64", "item": "string", "scores": "list<double>", "prediction": "string",
-        "target": "string", "hit": "bool",
+        "task": "string", "version": "int64", "shots": "int64", "draw": "int64", "item": "string", "scores": "list<double>",
+        "tokens": "list<int64>", "bytes": "list<int64>", "prediction": "string", "target": "string", "hit": "bool", "score": "double",
+        "shots_used": "int64", "truncated": "bool", "answer_cut": "bool",
+    },
+    # A task, under one number of shots and one draw of them.
+    "scores": {
+        "task": "string", "group": "string", "kind": "string", "version": "int64", "setting": "string", "shots": "int64", "draw": "int64",
+        "items": "int64", "metric": "string", "score": "double", "chance": "double", "accuracy_tokens": "double", "accuracy_none": "double",
+        "accuracy_bytes": "double", "nll": "double", "perplexity": "double", "truncated": "int64", "answers_cut": "int64", "shots_dropped": "int64",
     },
     "perplexity": {
         "set": "string", "length": "int64", "setting": "string", "sequences": "int64", "tokens": "int64", "nll": "float64",
