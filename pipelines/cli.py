@@ -181,6 +181,14 @@ def status(study: StudyArgument = None) -> None:
 
 
 @app.command()
+def logs(cell: Annotated[str, typer.Argument(help="the cell, or the source of tokenize")], study: StudyArgument = None) -> None:
+    """What the newest attempt at each stage of a cell printed, and how it ended."""
+    from pipelines import status as reporting
+
+    print(reporting.logs(study_folder(study), cell))
+
+
+@app.command()
 def approve(study: StudyArgument = None) -> None:
     """Let a study run that takes more accelerator-hours than cluster.confirm_hours."""
     from pipelines import approval, workspace
@@ -199,6 +207,17 @@ def stop_cell(cell: Annotated[str, typer.Argument(help="the cell that trains or 
     from pipelines import status as reporting
 
     print(reporting.stop(study_folder(study), cell))
+
+
+@app.command()
+def repro(
+    folder: Annotated[Path, typer.Argument(help="a checkout that stays: dvc.lock and the outputs are kept there")],
+    study: Annotated[str | None, typer.Argument(help="a study under its pipelines/; the one at its root if not given")] = None,
+) -> None:
+    """`dvc repro` in a persistent checkout, for `ray job submit --address URL -- strata repro DIR [STUDY]` on a cluster's head."""
+    from pipelines.repro import repro as reproduce
+
+    sys.exit(reproduce(folder, study))
 
 
 @app.command()

@@ -52,7 +52,7 @@ def perform(request: dict[str, Any], threads: int) -> dict[str, Any]:
         os.environ[name] = str(threads)
     from pipelines.work import Request, execute
 
-    return asdict(execute(Request(**request)))
+    return asdict(execute(Request(**request), log=True))
 
 
 @ray.remote(num_cpus=0)

@@ -1,4 +1,4 @@
-"""`strata status` and `strata stop`: what runs now, how far it is, and what failed."""
+"""`strata status`, `strata logs` and `strata stop`: what runs now, how far it is, and what failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipelines.resolve import context, roles
 from pipelines.run import store_of
 from pipelines.states import last_progress, states
 from pipelines.store import Store
+from pipelines.work import LOG
 
 
 def _open(folder: Path) -> tuple[Specs, Store, dict[str, str]]:
@@ -63,13 +64,33 @@ def show(folder: Path) -> None:
     Console().print(table)
 
 
-def stop(folder: Path, cell: str) -> str:
-    """Ask the running stage of a cell to save its work and stop."""
+def _stages(folder: Path, cell: str) -> tuple[list[tuple[str, str]], Store]:
+    """(stage, key) of all that is made of a cell or source, and the store. ValueError for a name that the study does not have."""
     study, store, _ = _open(folder)
     if cell not in {name for _, name in study}:
         raise ValueError(f"{cell!r} is no cell of this study; {nearest(cell, [name for _, name in study])}")
-    for (stage, name), spec in study.items():
-        if name == cell and (attempt := store.alive(spec.key)):
+    return [(stage, spec.key) for (stage, name), spec in study.items() if name == cell], store
+
+
+def logs(folder: Path, cell: str) -> str:
+    """What the newest attempt at each stage of a cell printed, how it ended, and where its files are."""
+    found = []
+    stages, store = _stages(folder, cell)
+    for stage, key in stages:
+        for attempt in store.attempts(key)[:1]:
+            outcome = last_outcome(store, key)
+            ended = "runs" if store.alive(key) else outcome.get("status", "ended without a word")
+            log = attempt / LOG
+            text = log.read_text(errors="replace").rstrip() if log.is_file() else (outcome.get("error") or "").rstrip()
+            found.append(f"{stage} {cell}, attempt {attempt.name}: {ended} ({attempt})" + (f"\n{text}" if text else ""))
+    return "\n\n".join(found) or f"Nothing of {cell} has been begun."
+
+
+def stop(folder: Path, cell: str) -> str:
+    """Ask the running stage of a cell to save its work and stop."""
+    stages, store = _stages(folder, cell)
+    for stage, key in stages:
+        if attempt := store.alive(key):
             (attempt / "stop").touch()
             return f"{stage} of {cell} is asked to stop; it saves a checkpoint first."
     return f"{cell} is not running."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +16,8 @@ from typing import Any
 from pipelines.store import Busy, Lease, Store
 from stages import units
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
+
+LOG = "log.txt"
 
 
 @dataclass
@@ -73,11 +77,16 @@ class Outcome:
 
 
 def execute(
-    request: Request, *, on_progress: Callable[[dict[str, Any]], None] | None = None, stop: Callable[[], bool] = lambda: False
+    request: Request,
+    *,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    log: bool = False,
 ) -> Outcome:
     """Make the artifact of a request in this process, under a lease, and publish it.
 
     Takes up the newest usable work of earlier attempts. Never raises for a stage that fails: the outcome says how.
+    log: what this process prints goes to the attempt's log.txt from here on, for `strata logs`.
     """
     store = Store(Path(request.store))
     spec = Spec.model_validate(request.spec)
@@ -92,11 +101,25 @@ def execute(
         lease = store.acquire(spec.key, canonical(spec.model_dump()))
     except Busy as busy:
         return Outcome("busy", str(busy))
+    if log:
+        _print_to(lease.folder / LOG)
     outcome = _run(request, spec, lease, earlier, on_progress, stop)
+    if log and outcome.error:
+        print(outcome.error, flush=True)
     lease.release(asdict(outcome))
     if outcome.done:
         _tidy(store, spec.key, lease)
     return outcome
+
+
+def _print_to(path: Path) -> None:
+    """stdout and stderr of this process, its libraries' too, from now on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_progress: Any, stop: Callable[[], bool]) -> Outcome:

@@ -15,7 +15,7 @@ from stages.spec import Spec
 CONTEXT = Path("context.json")
 STAGES = ("vocabulary", "tokenize", "pack", "train", "evaluate", "analyze")
 # What an attempt's folder holds beside the artifact: the work's own, never an output.
-WORKING = ("checkpoints", "progress.jsonl", HISTORY, "heartbeat", "outcome.json", "stop", "published", provenance.NAME)
+WORKING = ("checkpoints", "progress.jsonl", HISTORY, "heartbeat", "outcome.json", "log.txt", "stop", "published", provenance.NAME)
 
 
 def spec_file(stage: str, cell: str) -> Path:
