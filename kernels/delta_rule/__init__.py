@@ -10,7 +10,7 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, launch, shapes
 from kernels.delta_rule import chunked, reference
 from kernels.delta_rule.reference import step
 from kernels.linear_attention.reference import State
@@ -18,8 +18,27 @@ from kernels.linear_attention.reference import State
 __all__ = ["State", "delta_rule", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.delta_rule, "reference": reference.delta_rule}
-kernels.offer("delta_rule", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    from kernels.delta_rule import triton  # when it is first called; an import statement, so that torch.compile can trace it
+
+    return triton.delta_rule(*arguments, **options)
+
+
+ARRAY_FORMS = {"chunked": chunked.delta_rule, "reference": reference.delta_rule}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
+
+
+def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
+    """Why the Triton kernels do not take these arrays, or None."""
+    reason = launch.refusal(shape, dtype, device)
+    if reason is None and max(shape["K"], shape["V"]) > 256:
+        return f"its kernels take key and value sizes up to 256, these are {shape['K']} and {shape['V']}"
+    return reason
+
+
+kernels.offer("delta_rule", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": refusal})
 
 
 def delta_rule(

@@ -11,6 +11,7 @@ and then, with U for values, everything is `kernels.linear_attention.chunked`.
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = N B H.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels import arrays, chunks, segmentation
@@ -34,14 +35,17 @@ class Solved(NamedTuple):
     inverse_MCC: Array
 
 
-def delta_rule(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None, chunk: int | None = None) -> tuple[Array, State]:
-    """See `kernels.delta_rule.delta_rule`; `chunk` is the chunk's length."""
+def delta_rule(
+    q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None, chunk: int | None = None, run: Callable | None = None
+) -> tuple[Array, State]:
+    """See `kernels.delta_rule.delta_rule`. chunk: the chunk's length. run: `differentiable`, or another form of it."""
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state
+    decays = log_decay is not None or segments is not None
     log_decay = ops.zeros(beta.shape, state.S_BHKV.dtype, beta) if log_decay is None else log_decay
     log_decay, beta, _, padding, last_B = segmentation.gates(log_decay, beta, None, segments, state.segment_B, state.S_BHKV.dtype)
-    C = chunk or chunks.length(q.shape[1], q.shape[-1])
-    o, S = differentiable(q, k, v, beta, log_decay, state.S_BHKV, scale=float(scale), chunk=C)
+    chunk = chunk or chunks.length(q.shape[1], q.shape[-1])
+    o, S = (run or differentiable)(q, k, v, beta, log_decay if decays else None, state.S_BHKV, scale=float(scale), chunk=chunk)
     o = o if padding is None else ops.where(padding[..., None], 0.0, o)
     return o, State(S, last_B)
 
@@ -97,6 +101,7 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
 
     results = (dq * scale, dk, dv, dbeta, chunks.decay_gradient(decays))
     dq, dk, dv, dbeta, dlog_decay = (chunks.join(x, B, T, H) for x in results)
+    dlog_decay = None if log_decay is None else dlog_decay
     return ops.cast(dq, q.dtype), ops.cast(dk, k.dtype), ops.cast(dv, v.dtype), dbeta, dlog_decay, dS
 
 
@@ -106,6 +111,7 @@ differentiable = arrays.custom_gradient(forward, backward, outputs=2)
 def _solved(q, k, v, beta, log_decay, dtype, scale, chunk) -> Solved:
     ops = arrays.of(q)
     q, k, v = (chunks.split(ops.cast(x, dtype), chunk) for x in (q, k, v))
+    log_decay = ops.zeros(beta.shape, dtype, beta) if log_decay is None else log_decay
     beta = chunks.split(beta, chunk)
     weight, since_start = chunks.decay(chunks.split(log_decay, chunk), None)
     A = product(k, transpose(k)) * weight * beta[..., None]

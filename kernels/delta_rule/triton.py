@@ -1,0 +1,378 @@
+"""The delta rule in Triton: what a chunk does by itself, a walk over the states between chunks, and both again for the gradient.
+
+In a chunk with starting state S, with D the decay between its tokens, c from its start and z to its end, the error e that a token corrects
+solves a unit lower triangle (`kernels.delta_rule.chunked`, with u = beta e and so without a division by beta anywhere):
+
+    (I + L beta) E = V - c (K S)        L = K K^T * D below the diagonal        U = beta E
+    O = scale c (Q S) + P U             P = scale Q K^T * D                     S' = c_C S + (z K)^T U
+
+`_within` makes the inverse and P of every chunk at once, `_walk` runs through the chunks with S in registers; backward, `_walk_back` carries
+dS the other way and leaves dV, and `_within_back` has everything else, again every chunk at once:
+
+    dU = P^T dO + z (K dS')             dV = (I + L beta)^-T beta dU            dS = c_C dS' + (scale c Q)^T dO - (c K)^T dV
+    X = P * dO E^T - L * dV E^T         dbeta = sum_t X + z k (E dS'^T)         d log D = X beta
+
+Kept for the gradient: the inverse, P, E and the chunks' starting states, in q's dtype; products are of q's dtype and sums float32.
+
+Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = B H. BK is K filled up to a power of two, BV a
+tile of V. A chunk's gates are five rows of C: beta, c, z, and the sum and document that D is made of (`kernels.tiles.decay_sums`).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import next_power_of_2
+
+from kernels import arrays
+from kernels.delta_rule import chunked
+from kernels.launch import divide_up, dot_precision, launch
+from kernels.linear_attention.reference import State
+from kernels.tiles import decay_between, decay_sums
+
+Array = Any  # torch.Tensor
+GATES = tl.constexpr(5)
+
+CHUNK = {torch.bfloat16: 64, torch.float32: 32}
+INVERSE = {torch.bfloat16: "tf32x3", torch.float32: "tf32x3"}
+TILES = {
+    ("within", torch.bfloat16): {"warps": 4, "stages": 1},
+    ("walk", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
+    ("walk_back", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
+    ("within_back", torch.bfloat16): {"BV": 64, "warps": 8, "stages": 1},
+    ("within", torch.float32): {"warps": 4, "stages": 1},
+    ("walk", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
+    ("walk_back", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
+    ("within_back", torch.float32): {"BV": 32, "warps": 8, "stages": 1},
+}
+
+
+@triton.jit
+def _rows(n, m, T, H, C: tl.constexpr):
+    """(row_C, there_C): where the tokens of chunk n of head m lie in [B, T, H], and which exist."""
+    token_C = n * C + tl.arange(0, C)
+    return ((m // H).to(tl.int64) * T + token_C) * H + m % H, token_C < T
+
+
+@triton.jit
+def _tile(x, row_C, there_C, first, size, B: tl.constexpr):
+    """[C, B]: columns `first` on of rows of `size` numbers; 0 where there is none."""
+    column_B = first + tl.arange(0, B)
+    return tl.load(x + row_C[:, None] * size + column_B[None, :], mask=there_C[:, None] & (column_B < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _put(x, row_C, there_C, first, size, value_CB):
+    column_B = first + tl.arange(0, value_CB.shape[1])
+    mask = there_C[:, None] & (column_B < size)[None, :]
+    tl.store(x + row_C[:, None] * size + column_B[None, :], value_CB.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _square(x, chunk, C: tl.constexpr):
+    """Pointers to [C, C] of one chunk."""
+    return x + chunk * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def _halves_joined(x, a, size: tl.constexpr, precision: tl.constexpr):
+    """Inverses of the unit lower triangles I + a, by diagonal blocks of `size`, to those by blocks of twice the size.
+
+    [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]: no entry grows on the way, unlike in powers of `a`.
+    """
+    i = tl.arange(0, x.shape[-1]) // size
+    below = (i[:, None] % 2 == 1) & (i[None, :] == i[:, None] - 1)
+    return x - tl.dot(tl.dot(x, tl.where(below, a, 0.0), input_precision=precision), x, input_precision=precision)
+
+
+@triton.jit
+def _inverse_unit_lower(a_CC, precision: tl.constexpr):
+    """(I + a)^-1 for a below the diagonal: by doubling blocks, the first four times in 16 x 16 tiles side by side."""
+    C: tl.constexpr = a_CC.shape[0]
+    J: tl.constexpr = C // 16
+    i, j = tl.arange(0, 16), tl.arange(0, J)
+    diagonal = (j[:, None] == j[None, :])[:, None, :, None]
+    a = tl.sum(tl.where(diagonal, a_CC.reshape(J, 16, J, 16), 0.0), 2)
+    below = (i[:, None] % 2 == 1) & (i[None, :] == i[:, None] - 1)
+    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None] - tl.where(below[None], a, 0.0)
+    x = _halves_joined(x, a, 2, precision)
+    x = _halves_joined(x, a, 4, precision)
+    x = _halves_joined(x, a, 8, precision)
+    x = tl.where(diagonal, x[:, :, None, :], 0.0).reshape(C, C)
+    if C > 16:
+        x = _halves_joined(x, a_CC, 16, precision)
+    if C > 32:
+        x = _halves_joined(x, a_CC, 32, precision)
+    return x
+
+
+@triton.jit
+def _within(
+    q, k, beta, log_decay, inverse, scores, gates, T, H, K, scale,
+    C: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    n, m = tl.program_id(0), tl.program_id(1)
+    chunk = m.to(tl.int64) * tl.num_programs(0) + n
+    i = tl.arange(0, C)
+    row_C, there_C = _rows(n, m, T, H, C)
+    k_CK = _tile(k, row_C, there_C, 0, K, BK)
+    q_CK = _tile(q, row_C, there_C, 0, K, BK)
+    beta_C = tl.load(beta + row_C, mask=there_C, other=0.0)
+    gate = gates + chunk * GATES * C + i
+    tl.store(gate, beta_C)
+
+    overlap_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
+    score_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * scale
+    if DECAYS:
+        # The first token's decay is in c alone: what else happens in the chunk does not depend on whether it drops the state.
+        log_C = tl.load(log_decay + row_C, mask=there_C, other=0.0)
+        first = tl.sum(tl.where(i == 0, log_C, 0.0))
+        sum_C, document_C = decay_sums(tl.where(i == 0, 0.0, log_C))
+        last = i == C - 1
+        all_sum, all_document = tl.sum(tl.where(last, sum_C, 0.0)), tl.sum(tl.where(last, document_C, 0))
+        kept = document_C == all_document
+        tl.store(gate + C, tl.where(document_C == 0, tl.exp(first + sum_C), 0.0))
+        tl.store(gate + 2 * C, tl.where(kept, tl.exp(tl.where(kept, all_sum - sum_C, 0.0)), 0.0))
+        tl.store(gate + 3 * C, sum_C)
+        tl.store(gate + 4 * C, document_C.to(tl.float32))
+        between_CC = decay_between(sum_C, document_C)
+        overlap_CC *= between_CC
+        score_CC *= between_CC
+
+    score_CC = tl.where(i[:, None] >= i[None, :], score_CC, 0.0)
+    overlap_CC = tl.where(i[:, None] > i[None, :], overlap_CC * beta_C[None, :], 0.0)
+    inverse_CC = _inverse_unit_lower(overlap_CC, INVERSE)
+    # The diagonal of 1 is left out: what it multiplies is added unrounded.
+    inverse_CC = tl.where(i[:, None] > i[None, :], inverse_CC, 0.0)
+    tl.store(_square(inverse, chunk, C), inverse_CC.to(inverse.dtype.element_ty))
+    tl.store(_square(scores, chunk, C), score_CC.to(scores.dtype.element_ty))
+
+
+@triton.jit
+def _walk(
+    q, k, v, inverse, scores, gates, first, o, e, starts, last, T, H, K, V, N, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    v0, m = tl.program_id(0) * BV, tl.program_id(1)
+    head = m.to(tl.int64)
+    i, row_K = tl.arange(0, C), tl.arange(0, BK)
+    there_K = row_K < K
+    S_KV = _tile(first + head * K * V, row_K, there_K, v0, V, BV)
+    for n in range(N):
+        chunk = head * N + n
+        row_C, there_C = _rows(n, m, T, H, C)
+        gate = gates + chunk * GATES * C + i
+        k_CK = _tile(k, row_C, there_C, 0, K, BK)
+        v_CV = _tile(v, row_C, there_C, v0, V, BV)
+        held_KV = S_KV.to(k_CK.dtype)
+        _put(starts + chunk * K * V, row_K, there_K, v0, V, held_KV)
+        held_CV = tl.dot(k_CK, held_KV, input_precision=PRECISION)
+        if DECAYS:
+            c_C = tl.load(gate + C)
+            held_CV *= c_C[:, None]
+        r_CV = v_CV.to(tl.float32) - held_CV
+        e_CV = tl.dot(tl.load(_square(inverse, chunk, C)), r_CV.to(k_CK.dtype), acc=r_CV, input_precision=PRECISION)
+        _put(e, row_C, there_C, v0, V, e_CV)
+        u_CV = e_CV * tl.load(gate)[:, None]
+
+        q_CK = _tile(q, row_C, there_C, 0, K, BK)
+        o_CV = tl.dot(q_CK, held_KV, input_precision=PRECISION) * scale
+        if DECAYS:
+            o_CV *= c_C[:, None]
+        o_CV = tl.dot(tl.load(_square(scores, chunk, C)), u_CV.to(k_CK.dtype), acc=o_CV, input_precision=PRECISION)
+        _put(o, row_C, there_C, v0, V, o_CV)
+        if DECAYS:
+            u_CV *= tl.load(gate + 2 * C)[:, None]
+            S_KV *= tl.load(gates + chunk * GATES * C + 2 * C - 1)
+        S_KV = tl.dot(tl.trans(k_CK), u_CV.to(k_CK.dtype), acc=S_KV, input_precision=PRECISION)
+    _put(last + head * K * V, row_K, there_K, v0, V, S_KV)
+
+
+@triton.jit
+def _walk_back(
+    q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, H, K, V, N, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    v0, m = tl.program_id(0) * BV, tl.program_id(1)
+    head = m.to(tl.int64)
+    i, row_K = tl.arange(0, C), tl.arange(0, BK)
+    there_K = row_K < K
+    dS_KV = _tile(dlast + head * K * V, row_K, there_K, v0, V, BV)
+    for back in range(N):
+        n = N - 1 - back
+        chunk = head * N + n
+        row_C, there_C = _rows(n, m, T, H, C)
+        gate = gates + chunk * GATES * C + i
+        k_CK = _tile(k, row_C, there_C, 0, K, BK)
+        do_CV = _tile(do, row_C, there_C, v0, V, BV)
+        dend_KV = dS_KV.to(k_CK.dtype)
+        _put(dends + chunk * K * V, row_K, there_K, v0, V, dend_KV)
+        du_CV = tl.dot(k_CK, dend_KV, input_precision=PRECISION)
+        if DECAYS:
+            du_CV *= tl.load(gate + 2 * C)[:, None]
+        du_CV = tl.dot(tl.trans(tl.load(_square(scores, chunk, C))), do_CV, acc=du_CV, input_precision=PRECISION)
+        du_CV *= tl.load(gate)[:, None]
+        transposed_CC = tl.trans(tl.load(_square(inverse, chunk, C)))
+        dv_CV = tl.dot(transposed_CC, du_CV.to(k_CK.dtype), acc=du_CV, input_precision=PRECISION)
+        _put(dv, row_C, there_C, v0, V, dv_CV)
+
+        q_CK = _tile(q, row_C, there_C, 0, K, BK)
+        do_CV = do_CV.to(tl.float32) * scale
+        dv_CV = -dv_CV
+        if DECAYS:
+            c_C = tl.load(gate + C)
+            do_CV *= c_C[:, None]
+            dv_CV *= c_C[:, None]
+            dS_KV *= tl.load(gates + chunk * GATES * C + 2 * C - 1)
+        dS_KV = tl.dot(tl.trans(q_CK), do_CV.to(k_CK.dtype), acc=dS_KV, input_precision=PRECISION)
+        dS_KV = tl.dot(tl.trans(k_CK), dv_CV.to(k_CK.dtype), acc=dS_KV, input_precision=PRECISION)
+    _put(dfirst + head * K * V, row_K, there_K, v0, V, dS_KV)
+
+
+@triton.jit
+def _within_back(
+    q, k, do, dv, e, starts, dends, gates, dq, dk, dbeta, dlog_decay, T, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, m = tl.program_id(0), tl.program_id(1)
+    chunk = m.to(tl.int64) * tl.num_programs(0) + n
+    i, row_K = tl.arange(0, C), tl.arange(0, BK)
+    there_K = row_K < K
+    row_C, there_C = _rows(n, m, T, H, C)
+    k_CK = _tile(k, row_C, there_C, 0, K, BK)
+
+    read_CC = tl.zeros((C, C), tl.float32)
+    solved_CC = tl.zeros((C, C), tl.float32)
+    dq_CK = tl.zeros((C, BK), tl.float32)
+    dk_start_CK = tl.zeros((C, BK), tl.float32)
+    dk_end_CK = tl.zeros((C, BK), tl.float32)
+    kept = 0.0
+    for tile in range(TILES):
+        v0 = tile * BV
+        do_CV = _tile(do, row_C, there_C, v0, V, BV)
+        e_CV = _tile(e, row_C, there_C, v0, V, BV)
+        dv_CV = _tile(dv, row_C, there_C, v0, V, BV)
+        start_KV = _tile(starts + chunk * K * V, row_K, there_K, v0, V, BV)
+        dend_KV = _tile(dends + chunk * K * V, row_K, there_K, v0, V, BV)
+        read_CC = tl.dot(do_CV, tl.trans(e_CV), acc=read_CC, input_precision=PRECISION)
+        solved_CC = tl.dot(dv_CV, tl.trans(e_CV), acc=solved_CC, input_precision=PRECISION)
+        dq_CK = tl.dot(do_CV, tl.trans(start_KV), acc=dq_CK, input_precision=PRECISION)
+        dk_start_CK = tl.dot(dv_CV, tl.trans(start_KV), acc=dk_start_CK, input_precision=PRECISION)
+        dk_end_CK = tl.dot(e_CV, tl.trans(dend_KV), acc=dk_end_CK, input_precision=PRECISION)
+        if DECAYS:
+            kept += tl.sum(start_KV.to(tl.float32) * dend_KV.to(tl.float32))
+
+    q_CK = _tile(q, row_C, there_C, 0, K, BK)
+    gate = gates + chunk * GATES * C + i
+    beta_C = tl.load(gate)
+    dq_CK *= scale
+    if DECAYS:
+        c_C = tl.load(gate + C)
+        z_C = tl.load(gate + 2 * C)
+        between_CC = decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C))
+        dq_CK *= c_C[:, None]
+        dk_start_CK *= c_C[:, None]
+        dk_end_CK *= z_C[:, None]
+    else:
+        between_CC = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+    through_C = tl.sum(k_CK.to(tl.float32) * dk_end_CK, 1)
+    if DECAYS:
+        since_C = tl.sum(q_CK.to(tl.float32) * dq_CK - k_CK.to(tl.float32) * dk_start_CK, 1)
+    dk_CK = dk_end_CK * beta_C[:, None] - dk_start_CK
+
+    # read and solved become what reaches Q K^T and K K^T
+    read_CC = read_CC * between_CC * scale
+    solved_CC = tl.where(i[:, None] > i[None, :], -solved_CC * between_CC, 0.0)
+    pairs_CC = read_CC * tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
+    pairs_CC += solved_CC * tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
+    tl.store(dbeta + row_C, tl.sum(pairs_CC, 0) + through_C, mask=there_C)
+    read_CC = (read_CC * beta_C[None, :]).to(k_CK.dtype)
+    solved_CC = (solved_CC * beta_C[None, :]).to(k_CK.dtype)
+    dq_CK = tl.dot(read_CC, k_CK, acc=dq_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(read_CC), q_CK, acc=dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(solved_CC, k_CK, acc=dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(solved_CC), k_CK, acc=dk_CK, input_precision=PRECISION)
+    _put(dq, row_C, there_C, 0, K, dq_CK)
+    _put(dk, row_C, there_C, 0, K, dk_CK)
+
+    if DECAYS:
+        # Token j is in the decay from s to t when s < j <= t: sums over what it is in, and no differences, so 0 stays 0.
+        pairs_CC *= beta_C[None, :]
+        before_CC = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+        up_to_CC = tl.dot(pairs_CC, before_CC, input_precision="tf32x3")
+        inside_C = tl.sum(tl.where(i[:, None] >= i[None, :], up_to_CC, 0.0), 0)
+        through_C *= beta_C
+        inside_C += tl.sum(tl.where(i[:, None] >= i[None, :], since_C[:, None], 0.0), 0)
+        inside_C += tl.sum(tl.where(i[:, None] < i[None, :], through_C[:, None], 0.0), 0)
+        kept *= tl.load(gates + chunk * GATES * C + 2 * C - 1)
+        tl.store(dlog_decay + row_C, inside_C + kept, mask=there_C)
+
+
+def forward(q, k, v, beta, log_decay, S_BHKV, *, scale, chunk):
+    dtype = v.dtype
+    q, k, v = operands(q, k, v)
+    beta, S_BHKV = beta.contiguous(), S_BHKV.contiguous()
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    (B, T, H, K), V, C = q.shape, v.shape[-1], chunk
+    M, N = B * H, divide_up(T, C)
+    inverse, scores = q.new_empty(M, N, C, C), q.new_empty(M, N, C, C)
+    gates, starts = q.new_empty(M, N, GATES.value, C, dtype=torch.float32), q.new_empty(M, N, K, V)
+    o, e, last = torch.empty_like(v), torch.empty_like(v), torch.empty_like(S_BHKV)
+    shared = {"C": C, "BK": _filled(K), "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+
+    inside = {"INVERSE": INVERSE[q.dtype], **TILES["within", q.dtype]}
+    launch(_within, (N, M), q, k, beta, log_decay, inverse, scores, gates, T, H, K, scale, **shared, **inside)
+    tile = _fitted("walk", q.dtype, V)
+    grid = (divide_up(V, tile["BV"]), M)
+    launch(_walk, grid, q, k, v, inverse, scores, gates, S_BHKV, o, e, starts, last, T, H, K, V, N, scale, **shared, **tile)
+    return (o.to(dtype), last), (inverse, scores, gates, e, starts)
+
+
+def backward(inputs, residuals, gradients, *, scale, chunk):
+    q, k, v, beta, log_decay, S_BHKV = inputs
+    inverse, scores, gates, e, starts = residuals
+    dtypes = q.dtype, k.dtype, v.dtype
+    do, dlast = gradients[0], gradients[1].contiguous()
+    q, k, do = (x.to(e.dtype).contiguous() for x in (q, k, do))
+    (B, T, H, K), V, C = q.shape, v.shape[-1], chunk
+    M, N = B * H, divide_up(T, C)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(do)
+    dends, dfirst = torch.empty_like(starts), torch.empty_like(dlast)
+    dbeta = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
+    dlog_decay = None if log_decay is None else torch.empty_like(dbeta)
+    shared = {"C": C, "BK": _filled(K), "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+
+    tile = _fitted("walk_back", q.dtype, V)
+    grid = (divide_up(V, tile["BV"]), M)
+    launch(_walk_back, grid, q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, H, K, V, N, scale, **shared, **tile)
+    tile = _fitted("within_back", q.dtype, V)
+    given = (q, k, do, dv, e, starts, dends, gates, dq, dk, dbeta, dlog_decay)
+    launch(_within_back, (N, M), *given, T, H, K, V, scale, TILES=divide_up(V, tile["BV"]), **shared, **tile)
+    dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
+    return dq, dk, dv, dbeta, dlog_decay, dfirst
+
+
+differentiable = arrays.custom_gradient(forward, backward, outputs=2)
+
+
+def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In one dtype: bfloat16 where all of them are, else float32."""
+    dtype = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in tensors) else torch.float32
+    return [x.to(dtype).contiguous() for x in tensors]
+
+
+def _filled(size: int) -> int:
+    """A power of two, at least what tl.dot takes."""
+    return max(16, next_power_of_2(size))
+
+
+def _fitted(kernel: str, dtype: torch.dtype, V: int) -> dict[str, int]:
+    tile = TILES[kernel, dtype]
+    return tile | {"BV": min(tile["BV"], _filled(V))}
+
+
+def delta_rule(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None) -> tuple[Array, State]:
+    """See `kernels.delta_rule.delta_rule`."""
+    options = {"scale": scale, "state": state, "segments": segments, "chunk": CHUNK[operands(q, k, v)[0].dtype]}
+    return chunked.delta_rule(q, k, v, beta, log_decay, **options, run=differentiable)
