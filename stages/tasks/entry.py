@@ -31,6 +31,7 @@ FIELDS = {
 }
 PROMPTS = {"multiple_choice": "{context}", "greedy": "{context}", "generation": "{context}", "recall": "{context}\n{question}"}
 NEW_TOKENS = {"recall": 48, "generation": 128}  # MesaNet, appendix N; GPT-3's translation
+ANSWER_TOKENS = {"niah": 128, "variable_tracing": 30, "common_words": 120, "frequent_words": 50}  # RULER's
 TRUNCATED = 2000  # tokens of a recall prompt (MesaNet, appendix L.2)
 Word = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
 
@@ -124,6 +125,7 @@ class Generated(Strict):
     draws. haystack: what needles lie in: "noise", a filler sentence over and over; "needles", more needles; or the `text` given.
     keys: needles with keys of their own; values: of each key; queries: keys asked for. key_type, value_type: of what they are made.
     depths: places a needle may lie at, evenly from start to end. chains, hops: of variable_tracing. common: words asked for of common_words.
+    answer_tokens: kept for the answer; None: RULER's number.
     """
 
     make: Literal["niah", "variable_tracing", "common_words", "frequent_words"]
@@ -141,6 +143,12 @@ class Generated(Strict):
     chains: int = Field(ge=1, default=1)
     hops: int = Field(ge=1, default=4)
     common: int = Field(ge=1, default=10)
+    answer_tokens: int | None = Field(ge=1, default=None)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of the length that are kept for the answer."""
+        return self.answer_tokens or ANSWER_TOKENS[self.make]
 
     @model_validator(mode="after")
     def _fits(self) -> Generated:
@@ -247,8 +255,12 @@ class Task(Scoring):
         return self
 
     def scoring(self) -> dict[str, Any]:
-        """What `Scoring` holds, as a spec has it: defaults left out."""
-        return self.model_dump(include=set(Scoring.model_fields), exclude_defaults=True) | {"kind": self.kind}
+        """What `Scoring` holds, as a spec has it: defaults left out. Generated items are asked whole and for all of their answers."""
+        found = self.model_dump(include=set(Scoring.model_fields), exclude_defaults=True) | {"kind": self.kind}
+        if self.generate is not None:
+            length = self.generate.length
+            found = {"window": length, "truncate": length, "new_tokens": self.generate.reserved, "answers": "all"} | found
+        return found
 
     def sources(self) -> dict[str, Text | Files]:
         """The files it reads, by the place in its entry that names them."""

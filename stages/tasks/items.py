@@ -151,7 +151,9 @@ def _checked(item: dict[str, Any], schema: str) -> dict[str, Any]:
 def _check_choices(made: dict[str, Any]) -> None:
     made["choices"], made["answer_index"] = _texts(made["choices"], "choices"), int(made["answer_index"])
     if not 0 <= made["answer_index"] < len(made["choices"]):
-        raise ValueError(f"its answer_index is {made['answer_index']}, and it has {len(made['choices'])} choices (a test split without answers?)")
+        raise ValueError(
+            f"its answer_index is {made['answer_index']}, and it has {len(made['choices'])} choices (a test split without answers?)"
+        )
     if made["context_options"] is not None:
         options = made["context_options"] = _texts(made["context_options"], "context_options")
         if len(options) != len(made["choices"]) or not (made["continuation"] or "").strip():
