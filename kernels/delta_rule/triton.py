@@ -299,8 +299,8 @@ def _within_back(
     if DECAYS:
         # Token j is in the decay from s to t when s < j <= t: sums over what it is in, and no differences, so 0 stays 0.
         pairs_CC *= beta_C[None, :]
-        before_CC = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-        up_to_CC = tl.dot(pairs_CC, before_CC, input_precision="tf32x3")
+        pairs_CC = tl.where(i[:, None] > i[None, :], pairs_CC, 0.0)
+        up_to_CC = tl.cumsum(pairs_CC, 1) - pairs_CC
         inside_C = tl.sum(tl.where(i[:, None] >= i[None, :], up_to_CC, 0.0), 0)
         through_C *= beta_C
         inside_C += tl.sum(tl.where(i[:, None] >= i[None, :], since_C[:, None], 0.0), 0)
