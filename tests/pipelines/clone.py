@@ -17,7 +17,7 @@ from pipelines.reading import read
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("kernels", "models", "stages", "pipelines")
-MADE = ("__pycache__", "analysis", "weights", "history", "evaluations", "provenance", "specs", "packed", "tokens", "vocabulary")
+MADE = ("__pycache__", "analysis", "weights", "history", "evaluations", "provenance", "specs", "packed", "items", "tokens", "vocabulary")
 
 
 class Study:

@@ -88,7 +88,7 @@ def test_many_hours_want_to_be_approved_once(study):
     with pytest.raises(ValueError, match="cells to train, .* accelerator-hours, cost .* `strata approve` lets it run"):
         approval.require(context, store, cells)
     approval.require(context, store, [item for item in cells if item[0] != "train"])
-    assert approval.approve(context, store, study).startswith("Approved: 2 cells to train")
+    assert approval.approve(context, store, study).startswith(f"Approved: {len(context['cells'])} cells to train, ")
     approval.require(context, store, cells)
     with pytest.raises(ValueError, match="more than cluster.confirm_hours"):  # more than was seen
         approval.require(context, store, [*cells, *cells])
