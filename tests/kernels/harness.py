@@ -1,5 +1,7 @@
 """Calling an operation of the table from numpy, in either framework, with gradients."""
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -7,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tests.kernels.operations import Operation, Sizes
+from tests.kernels.bridge import through_jax
+from tests.kernels.operations import BACKEND, OPERATIONS, Operation, Sizes
 
-POSITIONAL = {"q", "k", "v", "log_decay", "beta", "lam", "prior", "x", "log_a", "log_input"}
+POSITIONAL = {"q", "k", "v", "log_decay", "beta", "lam", "prior", "x", "log_a", "log_input", "weight", "bias"}
 
 
 def make(operation: Operation, sizes: Sizes, seed: int = 0) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
@@ -37,11 +40,18 @@ def error(x: Any, reference: Any) -> float:
 
 
 def call(operation: Operation, xs: dict[str, Any], state: Any, segments: Any, **options: Any):
-    """(o, state, info or None)"""
+    """(o, state, info or None); torch tensors reach Pallas' kernels through JAX."""
+    if (options.get("backend") or BACKEND) == "pallas" and isinstance(next(iter(xs.values())), torch.Tensor):
+        return through_jax(_caller(operation.name), xs, state, segments, **options)
     arguments = [x for name, x in xs.items() if name in POSITIONAL]
     named = {name: x for name, x in xs.items() if name not in POSITIONAL}
     o, state, *info = operation.call(*arguments, **named, state=state, segments=segments, **options)
     return o, state, info[0] if info else None
+
+
+@cache
+def _caller(name: str) -> Callable:
+    return partial(call, next(operation for operation in OPERATIONS.values() if operation.name == name))
 
 
 def step(operation: Operation, xs: dict[str, Any], t: int, state: Any, segments: Any, **options: Any):

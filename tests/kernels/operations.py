@@ -262,9 +262,9 @@ OPERATIONS = {
 
 BACKEND = os.environ.get("STRATA_KERNELS")
 DTYPES = ["float64", "float32", "bfloat16"]
-if BACKEND == "triton":  # the same contracts for the GPU's kernels: on the card, or in Triton's interpreter
+if BACKEND in ("triton", "pallas"):  # the same contracts for a device's kernels: on a card, or in Triton's or Pallas' interpreter
     OPERATIONS = {
         n: replace(operation, backend=BACKEND) for n, operation in OPERATIONS.items() if BACKEND in kernels.backends(operation.name)
     }
-    DTYPES = ["float32"] if launch.INTERPRETED else ["float32", "bfloat16"]
+    DTYPES = ["float32"] if launch.INTERPRETED and BACKEND == "triton" else ["float32", "bfloat16"]
     TOLERANCES = TOLERANCES | {"float32": 2e-5, "same": 2e-5}
