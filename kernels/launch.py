@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kernels import arrays
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on the CPU, slowly: tests."""
 
@@ -84,6 +86,16 @@ def implementation(operation: str) -> Callable:
         return getattr(importlib.import_module(f"kernels.{operation}.triton"), operation)(*arguments, **options)
 
     return call
+
+
+def traced(*given: Any) -> bool:
+    """Whether somebody follows what is done with arrays: a gradient, torch.compile or JAX. A kernel without a gradient is not for them."""
+    there = [x for x in given if x is not None]
+    if arrays.of(there[0]).name != "torch":
+        return True
+    import torch
+
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in there))
 
 
 def divide_up(a: int, b: int) -> int:

@@ -22,13 +22,14 @@ def unsegmented(last_B: Array) -> Array:
 def running(segments_BT: Array, last_B: Array) -> Array:
     """[B, T + 1]: before each token, and at the end, the id of the last token that was not padding (-1: none yet)."""
     ops = arrays.of(segments_BT)
-    _check(segments_BT, ops)
+    check(segments_BT, ops)
     ids = ops.concatenate((last_B[:, None], segments_BT), 1)
     place = ops.where(ids >= 0, ops.arange(ids.shape[1], ids), 0)
     return ops.take_along(ids, ops.cummax(place, 1), 1)
 
 
-def _check(segments: Array, ops: Any) -> None:
+def check(segments: Array, ops: Any) -> None:
+    """Document ids are int32: ValueError for others."""
     if segments.dtype != ops.int32:
         raise ValueError(f"segments is {ops.dtype_name(segments)}; document ids must be int32.")
 
@@ -52,7 +53,7 @@ def one(segment_B: Array | None, last_B: Array) -> tuple[Array, Array, Array]:
     if segment_B is None:
         never = last_B < -1
         return never, never, unsegmented(last_B)
-    _check(segment_B, ops)
+    check(segment_B, ops)
     padding = segment_B < 0
     return ~padding & (last_B >= 0) & (segment_B != last_B), padding, ops.where(padding, last_B, segment_B)
 

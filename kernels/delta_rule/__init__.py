@@ -12,7 +12,6 @@ from typing import Any
 import kernels
 from kernels import arrays, launch, shapes
 from kernels.delta_rule import chunked, reference
-from kernels.delta_rule.reference import step
 from kernels.linear_attention.reference import State
 
 __all__ = ["State", "delta_rule", "step"]
@@ -73,3 +72,30 @@ def delta_rule(
     ops = arrays.of(q_BTHK)
     run = IMPLEMENTATIONS[kernels.choose("delta_rule", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)]
     return run(q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, scale=scale, state=state, segments=segments)
+
+
+def step(
+    q_BHK: Array,
+    k_BHK: Array,
+    v_BHV: Array,
+    beta_BH: Array,
+    log_decay_BH: Array | None = None,
+    *,
+    scale: float = 1.0,
+    state: State | None = None,
+    segment_B: Array | None = None,
+) -> tuple[Array, State]:
+    """One token in constant memory: o [B, H, V] and the state after it. Arguments as `delta_rule`'s without the time axis.
+
+    Where `delta_rule` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
+    """
+    given = (q_BHK, k_BHK, v_BHV, beta_BH, log_decay_BH)
+    run = reference.step
+    if not launch.traced(*given, None if state is None else state.S_BHKV):
+        ops = arrays.of(q_BHK)
+        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
+        if kernels.choose("delta_rule", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
+            from kernels.delta_rule import one_token  # when it is first called: importing kernels loads no framework
+
+            run = one_token.step
+    return run(*given, scale=scale, state=state, segment_B=segment_B)
