@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def report(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Print rows (the same keys in each) and write them to benchmarks/results/<name>.parquet, with what they ran on."""
+def report(name: str, rows: list[dict[str, Any]], *, folder: str | Path | None = None) -> Path:
+    """Print rows (the same keys in each) and write them to <folder>/<name>.parquet (benchmarks/results), with what they ran on: the machine, its
+    card, the libraries and the commit."""
     import pyarrow as pa
 
     from stages import provenance, schemas
@@ -24,10 +27,28 @@ def report(name: str, rows: list[dict[str, Any]]) -> Path:
         print("  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
             print("  ".join("-" * width for width in widths))
-    where = {"platform": platform.platform(), "processors": os.cpu_count(), "libraries": json.dumps(provenance.versions())}
-    path = RESULTS / f"{name}.parquet"
+    where = {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processors": os.cpu_count(),
+        "card": _card(),
+        "libraries": json.dumps(provenance.versions()),
+        "commit": _commit(),
+    }
+    path = Path(folder or RESULTS) / f"{name}.parquet"
     schemas.write(path, pa.Table.from_pylist([row | where for row in rows]), name=schemas.FREE, key="")
     return path
+
+
+def _card() -> str:
+    """The GPU's name, where torch is loaded and sees one."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else ""
+
+
+def _commit() -> str:
+    """The commit of the code, with + where tracked files differ from it; "" outside a git repository."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=RESULTS.parent, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("STRATA_COMMIT", "")
 
 
 def _text(value: Any) -> str:
