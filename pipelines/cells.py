@@ -8,22 +8,24 @@ from typing import Any
 from models.backbone import Model
 from pipelines import tuning
 from pipelines.params import Cell, Params, cells
-from stages import pack
+from stages import items, pack
 from stages.evaluate import takes
 from stages.spec import Spec, Strict
+from stages.tasks.entry import SCHEMAS
 
 VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
-VOCABULARY, PACK, ANALYZE = ("vocabulary", "vocabulary"), ("pack", "pack"), ("analyze", "analyze")
+VOCABULARY, PACK, ITEMS, ANALYZE = ("vocabulary", "vocabulary"), ("pack", "pack"), ("items", "items"), ("analyze", "analyze")
+TABLES = ("stages", "model", "layers", "tasks")
 
 
 def version_table(path: Path = VERSIONS) -> dict[str, dict[str, int]]:
-    """stages/versions.yaml: versions by table (stages, model, layers) and name. ValueError where it is damaged."""
+    """stages/versions.yaml: versions by table (stages, model, layers, tasks) and name. ValueError where it is damaged."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
         table = YAML(typ="safe").load(path.read_text())
-        return {part: {name: int(version) for name, version in table[part].items()} for part in ("stages", "model", "layers")}
+        return {part: {name: int(version) for name, version in table[part].items()} for part in TABLES}
     except (OSError, YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a readable version table ({error}); restore it from git.") from error
 
@@ -58,6 +60,8 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
     }
     tokens = {f"{role}/{name}": found["tokenize", name].key for role in ("training", "validation") for name in by_role[role]}
     packed = spec(*PACK, plain(params.packing) | shape | {"budgets": rows}, tokens)
+    units = task_items(params, versions["tasks"])
+    asked_of = spec(*ITEMS, {"tasks": units}, {"vocabulary": vocabulary.key} if any("generate" in unit for unit in units.values()) else {})
 
     for cell in tuning.sources_first(params):
         entry, scale = tuning.layers_of(params.models[cell.model]), params.scales[cell.scale].model_dump()
@@ -83,6 +87,10 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         evaluation = plain(params.evaluation) | what | {"settings": settings}
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
+        if tasks := asked(params, cell, set(settings), versions["tasks"]):
+            evaluation["tasks"] = tasks
+            texts["vocabulary"] = vocabulary.key
+            texts |= {f"items/{name}": items.item_key(asked_of, name) for name in units if name.removesuffix(items.EXAMPLES) in tasks}
         spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
 
     spec(
@@ -91,6 +99,34 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         {f"history/{cell.name}": found["train", cell.name].key for cell in cells(params)}
         | {f"evaluations/{cell.name}": found["evaluate", cell.name].key for cell in cells(params)},
     )
+    return found
+
+
+def task_items(params: Params, versions: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """The units of the items stage: each task's items, and the examples of those that have their own."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, task in params.tasks.items():
+        schema = SCHEMAS[task.kind]
+        if task.generate is not None:
+            made = task.generate.model_dump(exclude_defaults=True) | {"make": task.generate.make}
+            if task.generate.text is not None:
+                made["text"] = task.generate.text.identity()
+            found[name] = {"schema": schema, "generate": made, "code": versions[task.generate.make]}
+        elif task.items is not None:
+            found[name] = {"schema": schema, "files": task.items.identity()}
+        if task.examples is not None:
+            found[name + items.EXAMPLES] = {"schema": schema, "files": task.examples.identity()}
+    return found
+
+
+def asked(params: Params, cell: Cell, settings: set[str], versions: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """The tasks of a cell as its evaluation's spec has them. settings: those that its model takes."""
+    found = {}
+    for name, task in params.tasks.items():
+        if task.only.takes(cell.model, cell.scale, cell.budget):
+            entry = task.scoring() | {"code": versions[task.kind]}
+            also = {"group": task.group, "settings": [one for one in task.settings if one in settings]}
+            found[name] = entry | {field: value for field, value in also.items() if value}
     return found
 
 
@@ -107,6 +143,7 @@ def makers(study: Specs) -> dict[str, tuple[str, str]]:
     for name, rows in packed.parameters["budgets"].items():
         found[pack.budget_key(packed, rows)] = (packed.key, f"{pack.BUDGETS}/{name}.json")
     found[pack.validation_key(packed)] = (packed.key, pack.VALIDATION)
+    found |= {items.item_key(study[ITEMS], name): (study[ITEMS].key, name) for name in study[ITEMS].parameters["tasks"]}
     return {key: found[key] for spec in study.values() for key in spec.inputs.values()}
 
 

@@ -27,12 +27,18 @@ def problems(params: Params, folder: Path) -> list[str]:
 
 
 def _data(params: Params, folder: Path) -> list[str]:
+    from stages.sources import kind as text_form
     from stages.sources import reachable
+    from stages.tasks.items import form
 
     found = []
     for name, source in params.data.sources.items():
         if (problem := reachable(source, folder)) is not None:
             found.append(f"data.sources.{name}: {problem}")
+    for name, task in params.tasks.items():
+        for place, source in task.sources().items():
+            if (problem := reachable(source, folder, kind=form if place != "generate.text" else text_form)) is not None:
+                found.append(f"tasks.{name}.{place}: {problem}")
     return found
 
 

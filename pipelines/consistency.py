@@ -13,13 +13,14 @@ from stages.evaluate import VALIDATION, takes
 
 def check(params: Params) -> None:
     """Raise a ValueError for the first thing that does not fit."""
-    for one in (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _settings, _places):
+    checks = (_names, _selections, tuning.check_entries, _entries, _sizes, tuning.check_cells, _rates, _sources, _settings, _tasks, _places)
+    for one in checks:
         one(params)
 
 
 def _names(params: Params) -> None:
     tables = {"models": (params.models, MODEL_NAME), "scales": (params.scales, PLAIN_NAME), "budgets": (params.budgets, PLAIN_NAME),
-              "data.sources": (params.data.sources, MODEL_NAME)}  # fmt: skip
+              "data.sources": (params.data.sources, MODEL_NAME), "tasks": (params.tasks, MODEL_NAME)}  # fmt: skip
     for table, (entries, pattern) in tables.items():
         for name in entries:
             if not re.fullmatch(pattern, name):
@@ -132,6 +133,24 @@ def _settings(params: Params) -> None:
                     built.with_setting(setting.options())
                 except ValueError as error:
                     raise ValueError(f"evaluation.settings.{name}: for models.{model}, {error}") from error
+
+
+def _tasks(params: Params) -> None:
+    for name, task in params.tasks.items():
+        for place, source in task.sources().items():
+            if source.pin is None:
+                raise ValueError(f"tasks.{name}.{place}.pin: is missing, so its items could change unseen; `strata lock-data` writes it.")
+        for setting in task.settings:
+            if setting not in params.evaluation.settings:
+                raise ValueError(
+                    f"tasks.{name}.settings: {setting!r} is not one of evaluation.settings; {nearest(setting, params.evaluation.settings)}"
+                )
+        for axis in ("models", "scales", "budgets"):
+            for one in getattr(task.only, axis):
+                if one not in getattr(params, axis):
+                    raise ValueError(
+                        f"tasks.{name}.only.{axis}: {one!r} is not defined under {axis}; {nearest(one, getattr(params, axis))}"
+                    )
 
 
 def _places(params: Params) -> None:

@@ -12,6 +12,7 @@ from stages.evaluate import Evaluation
 from stages.pack import Packing
 from stages.sources import Source
 from stages.spec import Strict
+from stages.tasks.entry import Task
 from stages.train import Training
 from stages.vocabulary import Vocabulary
 
@@ -120,6 +121,7 @@ class Params(Strict):
     packing: Packing
     training: Training
     evaluation: Evaluation
+    tasks: dict[str, Task] = {}
     analysis: Analysis
     accelerators: dict[str, Accelerator] = {}
     cluster: Cluster = Cluster()

@@ -12,6 +12,7 @@ from pipelines.cells import Specs, makers, specs, version_table
 from pipelines.params import Cell, Params, cells
 from pipelines.reading import NAME, load
 from stages.artifact import write_atomically
+from stages.items import EXAMPLES, TEXT
 
 
 def resolve(folder: Path = Path(".")) -> Specs:
@@ -62,12 +63,19 @@ def context(params: Params) -> dict[str, Any]:
         "confirm_hours": params.cluster.confirm_hours,
         "settings": {"checkpoint_every": params.training.checkpoint_every, "batch_tokens": params.evaluation.batch_tokens},
         "sources": {name: source.files for name, source in params.data.sources.items()},
+        "items": task_files(params),
         "roles": roles(params),
         "cells": {cell.name: asdict(cell) for cell in cells(params)},
         "initial": {cell.name: source for cell in cells(params) if (source := tuning.source_of(params, cell))},
         "costs": {cell.name: asdict(costs.of(params, cell)) for cell in cells(params)},
         "workers": {cell.name: _worker(params, cell) for cell in cells(params)} | {"default": _worker(params, None)},
     }
+
+
+def task_files(params: Params) -> dict[str, list[str]]:
+    """The files of each unit of the items stage, and of each haystack's text."""
+    behind = {"items": "", "examples": EXAMPLES, "generate.text": TEXT}
+    return {name + behind[place]: source.files for name, task in params.tasks.items() for place, source in task.sources().items()}
 
 
 def _worker(params: Params, cell: Cell | None) -> dict[str, Any]:

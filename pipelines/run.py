@@ -144,13 +144,15 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
 def _sources(stage: str, cell: str, context: dict[str, Any]) -> list[str] | dict[str, list[str]]:
     """The data files of a stage that reads any; local ones made absolute, since a worker stands elsewhere."""
 
-    def files(name: str) -> list[str]:
-        return [file if "://" in file else str(Path(file).absolute()) for file in context["sources"][name]]
+    def placed(files: list[str]) -> list[str]:
+        return [file if "://" in file else str(Path(file).absolute()) for file in files]
 
     if stage == "tokenize":
-        return files(cell)
+        return placed(context["sources"][cell])
     if stage == "vocabulary":
-        return {name: files(name) for name, role in context["roles"].items() if role == "training"}
+        return {name: placed(context["sources"][name]) for name, role in context["roles"].items() if role == "training"}
+    if stage == "items":
+        return {name: placed(files) for name, files in context["items"].items()}
     return []
 
 

@@ -13,7 +13,7 @@ from stages.command import HISTORY, WORKSPACE, default_input
 from stages.spec import Spec
 
 CONTEXT = Path("context.json")
-STAGES = ("vocabulary", "tokenize", "pack", "train", "evaluate", "analyze")
+STAGES = ("vocabulary", "tokenize", "pack", "items", "train", "evaluate", "analyze")
 # What an attempt's folder holds beside the artifact: the work's own, never an output.
 WORKING = ("checkpoints", "progress.jsonl", HISTORY, "heartbeat", "outcome.json", "log.txt", "stop", "published", provenance.NAME)
 

@@ -24,6 +24,7 @@ WORKSPACE = {
     "validation": "packed/validation",
     "validation/": "tokens/{name}",
     "evaluation": "tokens/{name}",
+    "items": "{name}",
     "budget": "packed/budgets/{budget}.json",
     "initial": "weights/{source}",
     "weights": "weights/{cell}",

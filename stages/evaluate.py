@@ -10,8 +10,11 @@ perplexity.parquet is over every window. positions.parquet is over the windows t
 nll.parquet), so that position k is the document's k-th token and the mean so far (MesaNet, Eq. 54) that of its first L tokens.
 A loss that is not a number, from a model that fails there, counts as infinite.
 
-Units. One per set, length and setting, each with its key: of the weights, the set, the length, the setting and the code's versions.
-Only those that are missing are computed.
+Tasks. A task's items are asked as stages/tasks/ has it, at each of its numbers of shots: unit `<task>@<shots>[-<setting>]`, with
+tasks.parquet (an item and draw a row) and scores.parquet.
+
+Units. One per set, length and setting, and one per task, number of shots and setting, each with its key: of the weights, the set or
+items, the length or the task's own parameters, the setting and the code's versions. Only those that are missing are computed.
 
 Shapes: B batch, T time.
 """
@@ -30,11 +33,13 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from stages import artifact, engine, initial, measures, provenance, schemas, units
 from stages.command import main
 from stages.spec import Context, Spec, Stopped, Strict
+from stages.tasks.entry import SCHEMAS, Scoring
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from models.backbone import Model
+    from stages.tokenizer import Tokenizer
 
 VALIDATION = "validation"
 TRAINED = ""  # the setting that is none: solved as in training
@@ -86,6 +91,14 @@ class Evaluation(Strict):
         return self
 
 
+class Asked(Scoring):
+    """A task as a spec has it. code: its kind's version. group: the mean that its score goes into. settings: it is evaluated under besides."""
+
+    code: int = 1
+    group: str | None = None
+    settings: list[Name] = []
+
+
 class Parameters(Strict):
     """What an evaluation's spec holds: its cell's model, what it was trained with, and what is evaluated."""
 
@@ -98,6 +111,7 @@ class Parameters(Strict):
     precision: engine.Precision = "float32"
     lengths: list[Annotated[int, Field(ge=1)]]
     settings: dict[Name, Setting] = {}
+    tasks: dict[str, Asked] = {}
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,28 @@ class Unit:
         return "-".join([self.set, str(self.length), *([self.setting] if self.setting else [])])
 
 
+@dataclass(frozen=True)
+class TaskUnit:
+    """A task at a number of shots under a setting."""
+
+    task: str
+    asked: Asked
+    shots: int
+    setting: str
+    options: dict[str, Any]
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Its folder's: no set's, which have no @."""
+        return "-".join([f"{self.task}@{self.shots}", *([self.setting] if self.setting else [])])
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of its items, and of its examples' where it has any of their own."""
+        return (f"items/{self.task}", f"items/{self.task}.examples")
+
+
 def takes(model: Model, setting: Setting) -> bool:
     """Whether some layer of the model has what a setting sets."""
     return any(set(setting.options()) <= set(layer.options()) for layer in model.layers)
@@ -159,11 +195,31 @@ def units_of(spec: Spec, parameters: Parameters, model: Model) -> list[Unit]:
     ]
 
 
-def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
-    """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet), and over all of them perplexity.parquet and,
-    as trained, positions.parquet.
+def task_units(spec: Spec, parameters: Parameters, model: Model) -> list[TaskUnit]:
+    """Every unit of an evaluation's tasks, by name, at each number of shots; as trained, then under the task's settings."""
+    found = []
+    for task, asked in sorted(parameters.tasks.items()):
+        settings = {TRAINED: {}} | {
+            name: parameters.settings[name].options() for name in asked.settings if takes(model, parameters.settings[name])
+        }
+        given = {name: key for name, key in spec.inputs.items() if name in (f"items/{task}", f"items/{task}.examples")}
+        scoring = asked.model_dump(exclude={"shots", "group", "settings"}, exclude_defaults=True)
+        if not max(asked.shots):
+            scoring = {name: value for name, value in scoring.items() if name != "draws"}
+        if asked.window is None:
+            scoring["window"] = parameters.sequence_length
+        for shots in asked.shots:
+            for setting, options in settings.items():
+                key = spec.unit_key(weights=spec.inputs["weights"], task=task, items=given, scoring=scoring, shots=shots, setting=options)
+                found.append(TaskUnit(task, asked, shots, setting, options, key))
+    return found
 
-    inputs: "weights", "validation", "evaluation/<set>": their folders. context.settings: batch_tokens, backend, compile.
+
+def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
+    """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet) and `<task>@<shots>[-<setting>]/` (tasks and
+    scores.parquet), and over all of them perplexity.parquet, as trained, positions.parquet and, where there are tasks, scores.parquet.
+
+    inputs: "weights", "validation", "evaluation/<set>", "items/<task>", "vocabulary" (for tasks): their folders. context.settings: batch_tokens, backend, compile.
     Raises Stopped when asked to stop; the units that are complete are kept.
     """
     import kernels
@@ -176,9 +232,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         raise ValueError(f"This evaluation's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
     entry = initial.trained_entry(inputs["weights"], parameters.model)
     model = models.build(entry, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
-    wanted = units_of(spec, parameters, model)
+    wanted = [*units_of(spec, parameters, model), *task_units(spec, parameters, model)]
     missing = [unit for unit in wanted if not units.complete(out / unit.name, unit.key)]
-    needed = {"weights", *(unit.input for unit in missing)} if missing else set()
+    needed = {"weights", *(name for unit in missing for name in _inputs(unit, spec))} if missing else set()
     digests = {name: artifact.read(inputs[name], key=key, content=name in needed)["digest"] for name, key in spec.inputs.items()}
 
     facts: dict[str, Any] = {"computed": [unit.name for unit in missing]}
@@ -189,9 +245,12 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
             for done, unit in enumerate(missing, start=len(wanted) - len(missing)):
                 context.fence()
                 scorer.progress = {"step": done, "of": len(wanted), "unit": unit.name}
-                given = {name: digests[name] for name in ("weights", unit.input)}
+                given = {name: digests[name] for name in ("weights", *_inputs(unit, spec))}
                 with units.making(out / unit.name, key=unit.key, stage=spec.stage, inputs=given) as folder:
-                    _make(unit, folder, _sequences(unit, inputs[unit.input], parameters), scorer)
+                    if isinstance(unit, TaskUnit):
+                        scorer.ask(unit, folder, inputs)
+                    else:
+                        _make(unit, folder, _sequences(unit, inputs[unit.input], parameters), scorer)
                     context.fence()
         context.fence()
         units.keep_only(out, {unit.name for unit in wanted})
@@ -199,6 +258,13 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         provenance.write(out, spec, context, started=started, kernels=kernels.chosen() if missing else {}, **facts)
         artifact.write(out, key=spec.key, stage=spec.stage, files=known, inputs=digests, known=known)
         context.progress(step=len(wanted), of=len(wanted))
+
+
+def _inputs(unit: Unit | TaskUnit, spec: Spec) -> list[str]:
+    """The names of the inputs, beside the weights, that a unit is made from."""
+    if isinstance(unit, Unit):
+        return [unit.input]
+    return ["vocabulary", *(name for name in unit.inputs if name in spec.inputs)]
 
 
 # Sequences
@@ -266,13 +332,13 @@ class Scorer:
         self.batch_tokens = context.settings.get("batch_tokens", BATCH_TOKENS)
         self.progress: dict[str, Any] = {}  # which unit is being made
         self.shown = float("-inf")
+        self.tokenizer: Tokenizer | None = None
 
     def losses(self, sequences: list[Sequence], unit: Unit, solver: Solver) -> list[np.ndarray]:
         """float32 [T] of each, in order; NaN where the target is BOS. What the layers' solvers did is added to `solver`."""
         found: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
         for length, batch in batches(sequences, longest=unit.length, batch_tokens=self.batch_tokens):
-            if self.context.stop_requested():
-                raise Stopped(f"at {self.progress['unit']}, unit {self.progress['step'] + 1} of {self.progress['of']}; run again to go on.")
+            self._poll()
             began = time.perf_counter()
             tokens_BT1, segments_BT = padded([sequences[index] for index in batch], length=length, bos=self.parameters.bos)
             nll_BT, info = self.trainer.nll(tokens_BT1, segments=segments_BT, setting=unit.options or None)
@@ -282,13 +348,51 @@ class Scorer:
                 targets = sequences[index].tokens[1:]
                 nll = np.nan_to_num(nll_BT[row, : len(targets)], nan=np.inf, posinf=np.inf, neginf=-np.inf)
                 found[index] = np.where(targets == self.parameters.bos, np.float32(np.nan), nll).astype(np.float32)
-            self._show(count / (time.perf_counter() - began))
+            self._show(tokens_per_second=count / (time.perf_counter() - began))
         return found
 
-    def _show(self, tokens_per_second: float) -> None:
+    def ask(self, unit: TaskUnit, folder: Path, inputs: dict[str, Path]) -> None:
+        """Evaluate a task's unit and write its files into `folder`."""
+        from models.reader import reader
+        from stages import tokenizer
+        from stages.tasks import unit as tasks
+        from stages.tasks.engine import Engine
+
+        began = time.perf_counter()
+
+        def seen(items: int) -> None:
+            self._poll()
+            self._show(items_per_second=items / (time.perf_counter() - began))
+
+        if self.tokenizer is None:
+            self.tokenizer = tokenizer.load(inputs["vocabulary"], self.context.threads)
+        schema, (items, examples) = SCHEMAS[unit.asked.kind], unit.inputs
+        engine = Engine(
+            reader(self.trainer, unit.options or None),
+            self.tokenizer,
+            unit.asked.window or self.parameters.sequence_length,
+            self.batch_tokens,
+            seen,
+        )
+        tasks.make(
+            folder,
+            name=unit.task,
+            key=unit.key,
+            scoring=unit.asked,
+            shots=unit.shots,
+            items=tasks.load(inputs[items], schema),
+            examples=tasks.load(inputs[examples], schema) if examples in inputs else None,
+            engine=engine,
+        )
+
+    def _poll(self) -> None:
+        if self.context.stop_requested():
+            raise Stopped(f"at {self.progress['unit']}, unit {self.progress['step'] + 1} of {self.progress['of']}; run again to go on.")
+
+    def _show(self, **speed: float) -> None:
         if time.monotonic() - self.shown >= PROGRESS_SECONDS:
             self.shown = time.monotonic()
-            self.context.progress(**self.progress, tokens_per_second=tokens_per_second)
+            self.context.progress(**self.progress, **speed)
 
 
 def batches(sequences: list[Sequence], *, longest: int, batch_tokens: int) -> Iterator[tuple[int, list[int]]]:
@@ -413,19 +517,31 @@ def _write(path: Path, name: str, key: str, columns: dict[str, Any]) -> str:
     return schemas.write(path, pa.table(columns, schema=schemas.schema(name)), name=name, key=key)
 
 
-def _collect(out: Path, wanted: list[Unit], key: str) -> dict[str, str]:
-    """Write the two files over all units. Returns the digest of every file of the artifact, by its name."""
+def _collect(out: Path, wanted: list[Unit | TaskUnit], key: str) -> dict[str, str]:
+    """Write the files over all units. Returns the digest of every file of the artifact, by its name."""
     import pyarrow as pa
 
-    def together(name: str, units: list[Unit]) -> pa.Table:
+    def together(name: str, units: list[Any]) -> pa.Table:
         return pa.concat_tables([schemas.read(out / unit.name / f"{name}.parquet", name) for unit in units])
 
-    perplexity = together("perplexity", wanted).set_column(2, "setting", pa.array([unit.setting for unit in wanted]))
-    positions = together("positions", [unit for unit in wanted if unit.setting == TRAINED])
+    sets, tasks = [unit for unit in wanted if isinstance(unit, Unit)], [unit for unit in wanted if isinstance(unit, TaskUnit)]
+    tables = {"perplexity": _set(together("perplexity", sets), "setting", [unit.setting for unit in sets])}
+    tables["positions"] = together("positions", [unit for unit in sets if unit.setting == TRAINED])
+    if tasks:
+        of_row = [unit for unit in tasks for _ in range(len(schemas.read(out / unit.name / "scores.parquet", "scores")))]
+        scores = _set(together("scores", tasks), "setting", [unit.setting for unit in of_row])
+        tables["scores"] = _set(scores, "group", [unit.asked.group for unit in of_row])
     known = {f"{unit.name}/{file}": facts["digest"] for unit in wanted for file, facts in artifact.read(out / unit.name)["files"].items()}
-    for name, table in (("perplexity", perplexity), ("positions", positions)):
+    for name, table in tables.items():
         known[f"{name}.parquet"] = schemas.write(out / f"{name}.parquet", table, name=name, key=key)
     return known
+
+
+def _set(table: pa.Table, column: str, values: list[str | None]) -> pa.Table:
+    """The table with other values of a text column: those that no unit holds, since they change nothing that it computed."""
+    import pyarrow as pa
+
+    return table.set_column(table.schema.get_field_index(column), column, pa.array(values, pa.string()))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field, field_validator
 
@@ -85,6 +85,14 @@ class Source(Reading):
         """What a result depends on of it, as plain values; defaults are left out (docs/decisions.md)."""
         pinned_as_whole = self.pin is not None and self.pin.startswith("revision:")
         return self.model_dump(exclude={"role"} if pinned_as_whole else {"role", "files"}, exclude_defaults=True)
+
+
+class Pinned(Protocol):
+    """Whatever names files and pins them: a source of documents, a task's items."""
+
+    files: list[str]
+    pin: str | None
+    format: str
 
 
 @dataclass(frozen=True)
@@ -262,7 +270,7 @@ def check(sha256s: Iterable[str], wanted: str | None, what: str) -> None:
         )
 
 
-def lock(source: Source, folder: Path = Path(".")) -> str:
+def lock(source: Pinned, folder: Path = Path(".")) -> str:
     """The pin of what a source holds now: the commit for files of one hub repository, else their sha256."""
     repositories = {match[1] if (match := HUB.match(file)) else None for file in source.files}
     if len(repositories) == 1 and (repository := repositories.pop()) is not None:
@@ -284,12 +292,12 @@ def _commit(repository: str) -> str:
         raise ValueError(f"hf://{repository} cannot be asked for its commit ({type(error).__name__}: {error}).") from error
 
 
-def reachable(source: Source, folder: Path = Path(".")) -> str | None:
-    """What stands against reading a source from here, in a sentence; None when nothing does. Reads no data."""
+def reachable(source: Pinned, folder: Path = Path("."), *, kind: Callable[[str], str | None] = kind) -> str | None:
+    """What stands against reading a source from here, in a sentence; None when nothing does. Reads no data. kind: the format that a name tells."""
     try:
         files = expand(source.files, source.pin, folder)
     except ValueError as error:
         return str(error)
     if source.format == "auto" and (unknown := [file for file in files if kind(file.name.split("?")[0]) is None]):
-        return f"{unknown[0]} has a name that tells no format; give `format: parquet`, jsonl or text."
+        return f"{unknown[0]} has a name that tells no format; give its `format`."
     return None
