@@ -75,9 +75,8 @@ def cases() -> Iterator[Case]:
 
 def measured(case: Case, milliseconds: int) -> Iterator[dict[str, Any]]:
     """A row for ours and one for each peer."""
-    from triton.testing import do_bench
-
     import torch
+    from triton.testing import do_bench
 
     given = case.make(0)
     do = torch.randn_like(_output(case.call(**given)))
@@ -221,7 +220,8 @@ def _delta() -> Iterator[Case]:
 
 
 def _mesa() -> Iterator[Case]:
-    from benchmarks.inputs import MESA, mesa as make_inputs
+    from benchmarks.inputs import MESA
+    from benchmarks.inputs import mesa as make_inputs
     from kernels.mesa import mesa
 
     B, T, H, K = 32, 2048, 6, 128

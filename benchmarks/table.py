@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +47,12 @@ def _card() -> str:
 
 
 def _commit() -> str:
-    """The commit of the code, with + where tracked files differ from it; "" outside a git repository."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=RESULTS.parent, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("STRATA_COMMIT", "")
+    """The commit of the code, with + where tracked files differ from it; STRATA_COMMIT where the code came without its repository."""
+    if given := os.environ.get("STRATA_COMMIT"):
+        return given
+    if shutil.which("git") is None:
+        return ""
+    return subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
 
 
 def _text(value: Any) -> str:
