@@ -19,6 +19,14 @@ def rms_norm(x: Array, weight: Array, *, eps: float = 1e-6) -> Array:
     return ops.cast(x32 * scale * ops.cast(weight, x32.dtype), x.dtype)
 
 
+def rotation(positions: Array, half: int, base: float) -> tuple[Array, Array]:
+    """cos and sin, float32 [..., half], of RoPE's angles at integer positions [...]."""
+    ops = arrays.of(positions)
+    frequency = ops.exp(ops.cast(ops.arange(half, positions), ops.float32) * (-math.log(base) / half))
+    angle = ops.cast(positions, ops.float32)[..., None] * frequency
+    return ops.cos(angle), ops.sin(angle)
+
+
 def l2_normalise(x: Array, *, eps: float = 1e-6) -> Array:
     """x / sqrt(sum(x^2) + eps^2) over the last axis, computed in float32, in x's dtype."""
     ops = arrays.of(x)
@@ -34,9 +42,7 @@ def rope(x_BTHK: Array, positions: Array, *, base: float = 10000.0, fraction: fl
     ops = arrays.of(x_BTHK)
     rotated = int(x_BTHK.shape[-1] * fraction) // 2 * 2
     half = rotated // 2
-    frequency = ops.exp(ops.cast(ops.arange(half, x_BTHK), ops.float32) * (-math.log(base) / half))
-    angle_THF = (ops.cast(positions, ops.float32)[..., None] * frequency)[..., None, :]
-    cos, sin = ops.cast(ops.cos(angle_THF), x_BTHK.dtype), ops.cast(ops.sin(angle_THF), x_BTHK.dtype)
+    cos, sin = (ops.cast(table_TF[..., None, :], x_BTHK.dtype) for table_TF in ops.rotation(positions, half, base))
     a, b, rest = x_BTHK[..., :half], x_BTHK[..., half:rotated], x_BTHK[..., rotated:]
     return ops.concatenate((a * cos - b * sin, b * cos + a * sin, rest), -1)
 

@@ -3,17 +3,18 @@
 No implicit promotion: operations on several arrays refuse mixed floating dtypes with a ValueError; use `cast`.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kernels.arrays import declaration
-from kernels.arrays.composed import l2_normalise, rms_norm, rope, short_convolution, softmax_cross_entropy
+from kernels.arrays.composed import l2_normalise, rms_norm, rope, rotation, short_convolution, softmax_cross_entropy
 
-__all__ = ["l2_normalise", "rms_norm", "rope", "short_convolution", "softmax_cross_entropy"]
+__all__ = ["l2_normalise", "rms_norm", "rope", "rotation", "short_convolution", "softmax_cross_entropy"]
 
 Array = jax.Array
 name = "jax"
@@ -66,8 +67,23 @@ def dtype_name(x: Array) -> str:
 
 
 def device(x: Array) -> str:
-    """Where it is: "cpu", "gpu" (torch's is "cuda": Triton's kernels take its tensors alone) or "tpu"; the default device, as traced arrays have none."""
-    return jax.default_backend()
+    """Where it is: "cpu", "gpu" (torch's is "cuda": Triton's kernels take its tensors alone) or "tpu"; the default device, as traced arrays have
+    none, or what `compiling_for` names."""
+    return _target or jax.default_backend()
+
+
+_target: str | None = None
+
+
+@contextlib.contextmanager
+def compiling_for(device: str) -> Iterator[None]:
+    """What is traced inside is meant for another device than this process has: to compile for a TPU where there is none."""
+    global _target
+    before, _target = _target, device
+    try:
+        yield
+    finally:
+        _target = before
 
 
 def working_dtype(x: Array) -> Any:
@@ -191,6 +207,12 @@ def cummax(x: Array, axis: int) -> Array:
 
 
 # products
+def wide_matmul(x: Array, weight: Array) -> Array:
+    """x [..., I] @ weight [I, J] with a float32 weight, in float32 (float64 stays); for few columns, such as gates."""
+    wide = working_dtype(x)
+    return jnp.matmul(x.astype(wide), weight.astype(wide))
+
+
 def matmul(a: Array, b: Array, *, accumulate: Any = None, precision: str = "default") -> Array:
     """a @ b. `accumulate` is the dtype that products are summed in and returned (None: the operands'); bfloat16 operands of a
     float32 product are exact. precision="highest" forbids TF32 and bfloat16 passes for float32 operands."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.arrays import declaration
 from kernels.arrays.composed import l2_normalise, rms_norm, rope, short_convolution, softmax_cross_entropy
+from kernels.arrays.composed import rotation as _rotation_table
 
 __all__ = ["l2_normalise", "rms_norm", "rope", "short_convolution", "softmax_cross_entropy"]
 
@@ -240,6 +241,50 @@ def einsum(equation: str, *arrays: Array, accumulate: torch.dtype | None = None,
         return torch.einsum(equation, *arrays)
 
 
+def wide_matmul(x: Array, weight: Array) -> Array:
+    """x [..., I] @ weight [I, J] with a float32 weight, in float32 (float64 stays); for few columns, such as gates.
+
+    bfloat16 x on a GPU: the weight as three bfloat16 parts side by side, so one product of the tensor cores, summed in float32, is exact.
+    """
+    if x.dtype == bfloat16 and x.is_cuda:
+        (y,) = _wide_product(x.reshape(-1, x.shape[-1]), weight)
+        return y.reshape(*x.shape[:-1], -1)
+    wide = working_dtype(x)
+    return torch.matmul(x.to(wide), weight.to(wide))
+
+
+def _parts(x: Array, count: int) -> list[Array]:
+    """bfloat16 arrays that add up to a float32 one, each 2^-8 of the one before."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.to(bfloat16))
+        x = x - parts[-1].float()
+    return parts
+
+
+def _beside(parts: list[Array]) -> Array:
+    """Side by side, filled up to rows of 16 bytes."""
+    return F.pad(torch.cat(parts, 1), (0, -len(parts) * parts[0].shape[1] % 8))
+
+
+def _summed_product(a: Array, b: Array, columns: int) -> Array:
+    """a @ b in float32, its groups of so many columns added up."""
+    y = torch.mm(a, b, out_dtype=float32) if a.is_cuda else torch.mm(a.float(), b.float())
+    return y[:, : y.shape[1] // columns * columns].reshape(len(y), -1, columns).sum(1)
+
+
+def _wide_forward(x_NI: Array, weight_IJ: Array) -> tuple[tuple[Array], tuple]:
+    return (_summed_product(x_NI, _beside(_parts(weight_IJ, 3)), weight_IJ.shape[1]),), ()
+
+
+def _wide_backward(arrays: tuple[Array, ...], residuals: tuple, gradients: tuple[Array]) -> tuple[Array, Array]:
+    (x_NI, weight_IJ), (dy_NJ,) = arrays, gradients
+    high, low = _parts(dy_NJ, 2)
+    W, w = _parts(weight_IJ, 2)
+    dx_NI = _beside([high, low, high]) @ _beside([W, W, w]).T
+    return dx_NI, _summed_product(x_NI.T, _beside([high, low]), weight_IJ.shape[1])
+
+
 def dot_product_attention(q_BTHK: Array, k_BAHK: Array, v_BAHV: Array, *, visible: Array | None, scale: float) -> Array:
     """Softmax attention [B, T, H, V]; visible is bool [B, T, A], every row with a true entry; None is causal with A = T."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BAHK, v_BAHV))
@@ -353,7 +398,8 @@ def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: 
 
         @staticmethod
         def backward(ctx, *gradients: Array) -> tuple:
-            arrays, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+            saved = ctx.saved_tensors  # asked for once: where a block is recomputed, that is all there is
+            arrays, residuals = saved[: ctx.count], saved[ctx.count :]
             results = backward_op(list(arrays), list(residuals), list(gradients), ctx.static)
             return (None, *(g if g.shape == x.shape else None for g, x in zip(results, arrays, strict=True)))
 
@@ -387,5 +433,22 @@ def _none(like: Array) -> Array:
 def _absent_to_none(arrays: Sequence[Array]) -> tuple[Array | None, ...]:
     return tuple(None if x.shape == (0, 0, 0) else x for x in arrays)
 
+
+@torch.library.custom_op("strata::rotation", mutates_args=())
+def _rotation(positions: Array, half: int, base: float) -> tuple[Array, Array]:
+    return _rotation_table(positions, half, base)
+
+
+@_rotation.register_fake
+def _(positions: Array, half: int, base: float) -> tuple[Array, Array]:
+    return tuple(positions.new_empty((*positions.shape, half), dtype=float32) for _ in range(2))
+
+
+def rotation(positions: Array, half: int, base: float) -> tuple[Array, Array]:
+    """See `composed.rotation`; opaque, or a compiled program would compute a sine for every head and dimension that it turns."""
+    return _rotation(positions, half, base)
+
+
+_wide_product = custom_gradient(_wide_forward, _wide_backward, outputs=1, saved=0)
 
 declaration.make_all(name, custom_gradient)

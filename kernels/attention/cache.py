@@ -23,12 +23,39 @@ class State(NamedTuple):
     segment_B: Array
 
 
+class Rule(NamedTuple):
+    """Which query sees which key: one of its own document (by number), not ahead of it, within the window; padding is nobody's key.
+
+    position [B]: in the row, a key's -1 where there is none. whole: no documents, no padding and no cache; then only the order counts.
+    """
+
+    position_BT: Array
+    number_BT: Array
+    real_BT: Array
+    key_BA: Array
+    key_number_BA: Array
+    whole: bool
+
+
 class Seen(NamedTuple):
-    """Keys and values in sight, which query sees which key (None: causal, nothing else)."""
+    """Keys and values in sight, and which query sees which of them (None: causal, nothing else)."""
 
     k_BAHK: Array
     v_BAHV: Array
-    visible_BTA: Array | None
+    rule: Rule | None
+
+
+def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Array:
+    """Whether the queries at an index see the keys at another. Padding sees all, as a softmax over nothing is NaN; its output is dropped."""
+    behind = rule.position_BT[query] - rule.key_BA[key]
+    seen = (behind >= 0) & (rule.key_BA[key] >= 0) & (rule.number_BT[query] == rule.key_number_BA[key])
+    return (seen if window is None else seen & (behind < window)) | ~rule.real_BT[query]
+
+
+def mask(rule: Rule, window: int | None) -> Array:
+    """[B, T, A]: which query sees which key, written out."""
+    every = slice(None)
+    return visible(rule, window, (every, every, None), (every, None, every))
 
 
 def fresh(k: Array, v: Array, slots: int) -> State:
@@ -61,7 +88,7 @@ def place(k_BTHK: Array, v_BTHV: Array, window: int | None, state: State | None,
     """What the call's tokens see, and the cache after them."""
     ops = arrays.of(k_BTHK)
     T = k_BTHK.shape[1]
-    start = fresh(k_BTHK, v_BTHV, window or 0) if state is None else state
+    start = fresh(k_BTHK, v_BTHV, 0) if state is None else state
     position_BT = positions(k_BTHK, state, segments)
     alone = state is None and segments is None
     if alone and window is None:
@@ -81,10 +108,7 @@ def place(k_BTHK: Array, v_BTHV: Array, window: int | None, state: State | None,
     if alone and window >= T:
         seen = Seen(k_BTHK, v_BTHV, None)
     else:
-        behind_BTA = position_BT[:, :, None] - key_BA[:, None, :]
-        visible = (behind_BTA >= 0) & (key_BA >= 0)[:, None, :] & (number_BT[:, :, None] == number_BA[:, None, :])
-        visible = visible if window is None else visible & (behind_BTA < window)
-        seen = Seen(k, v, visible | ~real_BT[:, :, None])  # padding sees all, as a softmax over nothing is NaN; its output is dropped
+        seen = Seen(k, v, Rule(position_BT, number_BT, real_BT, key_BA, number_BA, whole=alone))
 
     own_BA = number_BA == number_BT[:, -1:]
     keep_BA = (key_BA >= 0) & own_BA

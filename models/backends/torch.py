@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.head_loss import head_loss
 from models.backbone import Model
+from models.backends.torch_arrays import to_arrays, to_numpy
 from models.backends.torch_decoder import Decoder
 from models.backends.torch_parallel import Gradients, Team
 from models.layers.layer import Layer
@@ -36,16 +37,6 @@ def keep_freed_memory() -> None:
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3
         for option, value in ((mmap_threshold, 1 << 25), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
             library.mallopt(option, value)
-
-
-def to_arrays(values: Mapping[str, np.ndarray], device: str = "cpu") -> dict[str, torch.Tensor]:
-    """numpy arrays as tensors on a device."""
-    return {name: torch.from_numpy(np.array(value)).to(device) for name, value in values.items()}
-
-
-def to_numpy(value: torch.Tensor) -> np.ndarray:
-    """A copy on the host."""
-    return value.detach().to("cpu", copy=True).numpy()
 
 
 def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:

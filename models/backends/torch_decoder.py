@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from models.backbone import Model
+from models.backends.torch_arrays import to_numpy
 
 
 class Decoder:

@@ -42,8 +42,9 @@ class Attention(Layer):
     ) -> tuple[Array, State]:  # fmt: skip
         """See Layer.forward. The state is a cache of keys and values (see kernels.attention)."""
         q, k, v = (self._heads(linear(x_BTD, p[name], ops=ops)) for name in ("q", "k", "v"))
-        position_BT = kernel.positions(x_BTD, state, segments)
-        q, k = (ops.rope(x, position_BT, base=self.rope_base) for x in (q, k))
+        fresh = state is None and segments is None
+        positions = ops.arange(x_BTD.shape[1], x_BTD) if fresh else kernel.positions(x_BTD, state, segments)
+        q, k = (ops.rope(x, positions, base=self.rope_base) for x in (q, k))
         o_BTHK, state = kernel.attention(q, k, v, window=self.window, state=state, segments=segments)
         return linear(o_BTHK.reshape(*x_BTD.shape[:2], self.inner), p["out"], ops=ops), state
 

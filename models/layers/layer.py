@@ -114,8 +114,15 @@ def precise(x: Array, *, ops: ModuleType) -> Array:
 
 def gate(x: Array, weight: Array, bias: Array, *, ops: ModuleType) -> Array:
     """A gate before its activation: x weight + bias, in float32 whatever the activations' dtype."""
-    x = precise(x, ops=ops)
-    return ops.matmul(x, ops.cast(weight, x.dtype)) + ops.cast(bias, x.dtype)
+    y = ops.wide_matmul(x, weight)
+    return y + ops.cast(bias, y.dtype)
+
+
+def gates(x: Array, p: dict[str, Array], names: tuple[str, ...], *, ops: ModuleType) -> dict[str, Array]:
+    """Each gate [..., H] before its activation, by one product for all: parameters NAME [D, H] and NAME_bias [H]."""
+    y = gate(x, ops.concatenate([p[name] for name in names], 1), ops.concatenate([p[f"{name}_bias"] for name in names], 0), ops=ops)
+    size = y.shape[-1] // len(names)
+    return {name: y[..., index * size : (index + 1) * size] for index, name in enumerate(names)}
 
 
 TRAINING = 3

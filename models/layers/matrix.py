@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from models.layers.layer import TRAINING, Array, Layer, State, gate, linear, precise, product
+from models.layers.layer import TRAINING, Array, Layer, State, linear, precise, product
+from models.layers.layer import gates as gates_of
 from models.parameters import Parameter, Table, ones, residual, zeros
 
 CHUNK = 64
@@ -167,7 +168,7 @@ class MatrixLayer(Layer):
         beside = {"skip": v} if self.skip else {}
         if self.output_gate:
             beside["gate"] = ops.silu(projected("gate", self.heads))
-        gates = {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}
+        gates = gates_of(x_BTD, p, self.gates, ops=ops)
         q, k, v = self.prepare(q, k, v, gates, ops=ops)
         return q, k, v, self.operands(p, gates, x_BTD, ops=ops), beside, after
 
@@ -209,7 +210,7 @@ class MatrixLayer(Layer):
 
     def log_forget(self, p: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> Array:
         """See Layer.log_forget."""
-        return self.log_decay(p, {name: gate(x_BTD, p[name], p[f"{name}_bias"], ops=ops) for name in self.gates}, ops=ops)
+        return self.log_decay(p, gates_of(x_BTD, p, self.gates, ops=ops), ops=ops)
 
     def settings(self) -> dict[str, Any]:
         """The operation's options."""

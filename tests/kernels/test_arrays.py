@@ -31,6 +31,7 @@ def outer(a, b):
 CASES = {
     **{n: (lambda o, x, n=n: getattr(o, n)(x), x_23) for n in "exp expm1 sin cos sigmoid log_sigmoid silu softplus tanh gelu absolute".split()},
     **{n: (lambda o, x, n=n: getattr(o, n)(o.exp(x)), x_23) for n in "log1p sqrt rsqrt".split()},
+    "wide_matmul": (lambda o, x, y: o.wide_matmul(x, o.swapaxes(y, 0, 1)), x_23, y_23),
     "where": (lambda o, x, y: o.where(x > 0, x, y) + o.where(x > 0, y, 0.0), x_23, y_23),
     "maximum": (lambda o, x, y: o.maximum(x, y) + o.maximum(x, 0.1) * o.minimum(x, y) - o.minimum(y, 0.2), x_23, y_23),
     "cast": (lambda o, x: o.cast(o.cast(x, o.bfloat16), o.float32), x_23),
@@ -111,6 +112,21 @@ def test_torch_equals_jax(case):
     assert np.isfinite(value).all()
     for g, h in zip(gradients, jax_gradients, strict=True):
         np.testing.assert_allclose(0 if g is None else g, h, rtol=TOLERANCE, atol=4 * TOLERANCE)
+
+
+def test_wide_products_are_exact_for_bfloat16_by_tensor_cores():
+    """What a GPU computes, in float32 instead of its products of bfloat16: forward as exact as float32, gradients as bfloat16's."""
+    from kernels.arrays import torch as ops
+
+    x, weight, dy = torch.randn(300, 64).bfloat16(), torch.randn(64, 7), torch.randn(300, 7)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    (y,) = ops._wide_product(*leaves)
+    y.backward(dy)
+    exact = x.double() @ weight.double(), dy.double() @ weight.double().T, x.double().T @ dy.double()
+    found = y, leaves[0].grad, leaves[1].grad
+    assert [g.dtype for g in found] == [torch.float32, torch.bfloat16, torch.float32]
+    for g, e, bound in zip(found, exact, (3e-7, 5e-3, 1e-5), strict=True):
+        assert (g - e).abs().max() <= bound * e.abs().max()
 
 
 def test_both_have_the_same_names():
