@@ -12,7 +12,7 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, mosaic, shapes
+from kernels import arrays, launch, mosaic, shapes
 from kernels.mesa import chunked, reference
 from kernels.mesa.reference import State
 from kernels.mesa.step import step
@@ -21,8 +21,19 @@ __all__ = ["State", "mesa", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
 ARRAY_FORMS = {"chunked": chunked.mesa, "reference": reference.mesa}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "pallas": mosaic.implementation("mesa")}
-kernels.offer("mesa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "pallas": mosaic.refusal})
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": launch.implementation("mesa"), "pallas": mosaic.implementation("mesa")}
+
+
+def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
+    """Why the Triton kernels do not take these arrays, or None."""
+    reason = launch.refusal(shape, dtype, device)
+    if reason is None and max(shape["K"], shape["V"]) > 128:
+        return f"its kernels hold a head's states on chip, keys and values of 128 at most; these are of {shape['K']} and {shape['V']}"
+    return reason
+
+
+array_forms = {name: lambda shape, dtype, device: None for name in ARRAY_FORMS}
+kernels.offer("mesa", {**array_forms, "triton": refusal, "pallas": mosaic.refusal})
 
 
 def mesa(
