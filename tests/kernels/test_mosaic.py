@@ -1,0 +1,47 @@
+"""Every Pallas kernel, forward and backward, compiled for real TPUs by libtpu's compiler, at the shapes of the MesaNet study."""
+
+import pytest
+
+import kernels
+from models.backends import jax_ahead
+from models.backends.jax_ahead import INPUTS, Kernel
+
+NAMES = [name for name in INPUTS if "pallas" in kernels.backends(name)]
+TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
+SHAPES = [("bfloat16", 1, 6), ("bfloat16", 2, 12), ("float32", 1, 8)]  # rows a device, heads: those of the three scales
+OPTIONS = {"mesa": {"steps": 30, "eps": 1e-4}}
+ahead = pytest.mark.skipif(jax_ahead.missing() is not None, reason=str(jax_ahead.missing()))
+
+
+def study(name: str, dtype: str, B: int, H: int) -> Kernel:
+    sizes = {"B": B, "T": 2048, "H": H, "K": 128, "V": 128, "D": 128 * H}
+    return Kernel(name, sizes, dtype, backward=True, options=OPTIONS.get(name, {}))
+
+
+@ahead
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_kernel_compiles_for_real_tpus(topology):
+    """Within its memory: a launch states how much of a core's fast memory it may use, and the compiler refuses more."""
+    requests = [study(name, *shape) for name in NAMES for shape in SHAPES]
+    for request, found in zip(requests, jax_ahead.ask(topology, requests), strict=True):
+        assert found.error is None, (request, found.error)
+        assert found.kernels >= 2 and found.chosen == {request.operation: "pallas"}, (request, found)
+        assert found.flops > 0 and found.bytes > 0, "the cost estimates are in the program"
+
+
+@ahead
+def test_other_head_sizes_compile():
+    """Palimpsa's heads, small ones, and the largest: what is not a multiple of 128 is the compiler's to pad."""
+    sizes = [(16, 24), (48, 48), (64, 64), (96, 192), (256, 256)]
+    requests = [Kernel(name, {"B": 1, "T": 333, "H": 2, "K": K, "V": V, "D": 2 * K}, backward=True) for name in NAMES for K, V in sizes]
+    for request, found in zip(requests, jax_ahead.ask("v5e:2x2", requests), strict=True):
+        assert found.error is None, (request, found.error)
+
+
+@ahead
+def test_what_a_tpu_refuses_is_an_error():
+    too_large = Kernel("linear_attention", {"B": 4096, "T": 2048, "H": 64, "K": 128, "V": 128})
+    (found,) = jax_ahead.ask("v5e:2x2", [too_large])
+    assert "exceeds available HBM" in found.error or "Ran out of memory" in found.error
+    with pytest.raises(ValueError, match="there is no TPU topology 'v9x:2x2'"):
+        list(jax_ahead.ask("v9x:2x2", [too_large]))
