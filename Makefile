@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # A CPU or CUDA build of torch as the machine has it; with a folder of wheels at hand, what lies there.
 TORCH ?= $(if $(PIP_FIND_LINKS),,--torch-backend=auto)
+# What tests need, and a TPU's compiler (200 MB) for those that are skipped without it; where there is no index, the first alone.
+COMMA := ,
+EXTRAS ?= $(if $(PIP_NO_INDEX)$(UV_NO_INDEX)$(UV_OFFLINE),test,test$(COMMA)ahead)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 
@@ -28,7 +31,7 @@ environment: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q uv
-	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode $(TORCH) --python $(BIN)/python -c constraints.txt -e ".[test]"
+	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode $(TORCH) --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 clean:
