@@ -10,16 +10,39 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, mosaic, shapes
+from kernels import arrays, launch, mosaic, shapes
 from kernels.linear_attention import chunked, reference
 from kernels.linear_attention.reference import State, step
 
 __all__ = ["State", "linear_attention", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    from kernels.linear_attention import triton  # here: importing kernels loads no framework; a statement: torch.compile can trace it
+
+    return triton.linear_attention(*arguments, **options)
+
+
 ARRAY_FORMS = {"chunked": chunked.linear_attention, "reference": reference.linear_attention}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "pallas": mosaic.implementation("linear_attention")}
-kernels.offer("linear_attention", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "pallas": mosaic.refusal})
+IMPLEMENTATIONS = {
+    **ARRAY_FORMS,
+    "triton": _triton,
+    "pallas": mosaic.implementation("linear_attention"),
+}
+
+
+def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
+    """Why the Triton kernels do not take these arrays, or None."""
+    reason = launch.refusal(shape, dtype, device)
+    if reason is None and max(shape["K"], shape["V"]) > 256:
+        return f"its kernels take key and value sizes up to 256, these are {shape['K']} and {shape['V']}"
+    return reason
+
+
+array_forms = {name: lambda shape, dtype, device: None for name in ARRAY_FORMS}
+kernels.offer("linear_attention", {**array_forms, "triton": refusal, "pallas": mosaic.refusal})
 
 
 def linear_attention(

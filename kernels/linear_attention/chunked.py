@@ -8,7 +8,6 @@ Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk le
 """
 
 from collections.abc import Callable
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels import arrays, chunks, segmentation
