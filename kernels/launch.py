@@ -72,7 +72,7 @@ def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
             if device == "cpu" and dtype == "float32"
             else f"triton's interpreter takes float32 on the CPU, these are {dtype} on {device}"
         )
-    if device != "cuda":
+    if device != "cuda" and _seen is None:  # a recording of fake tensors may be made anywhere
         return f"triton's kernels take torch tensors on an NVIDIA GPU, these are on {device}"
     if dtype not in ("bfloat16", "float32"):
         return f"triton's kernels take bfloat16 and float32, these are {dtype}"

@@ -71,7 +71,6 @@ def launches(name: str, sizes: tuple[int, ...], dtype: str) -> list[launch.Launc
             n: torch.empty(
                 x.shape if n in operation.fixed else (B, T, *x.shape[2:]),
                 dtype=getattr(torch, dtype_of(operation, n, dtype)),
-                device="cuda",
             ).requires_grad_(n not in operation.without_gradient)
             for n, x in xs.items()
         }
