@@ -55,6 +55,7 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", action="append", default=[], metavar="FILE", help="a data file or URL (vocabulary, tokenize), in order")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or tpu")
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="whose arrays train and evaluate compute with")
+    parser.add_argument("--profile", action="store_true", help="train: write a profile of a few steps into OUT/profile")
     parser.add_argument("--threads", type=int, help="processor threads; the library's own choice if not given")
     options = parser.parse_args(arguments)
 
@@ -71,7 +72,7 @@ def main(run: Run, arguments: list[str] | None = None) -> None:
         context = Context(
             threads=options.threads,
             device=options.device,
-            settings={"sources": options.source, "backend": options.backend},
+            settings={"sources": options.source, "backend": options.backend, "profile": options.profile},
             progress_file=options.out / "progress.jsonl",
             stop_requested=lambda: bool(stopping),
             on_progress=show,

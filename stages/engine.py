@@ -6,6 +6,8 @@ import errno
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,11 +17,11 @@ from stages.spec import Context
 
 if TYPE_CHECKING:
     from models.backbone import Model
-    from models.backends.torch import Trainer
+    from models.backends.torch import Team, Trainer
 
 Precision = Literal["float32", "bfloat16"]
 NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}  # the libraries that each framework's trainer is made of
-SPREAD = ("devices", "fsdp", "rematerialise")
+OPTIONS = {"torch": ("rematerialise",), "jax": ("devices", "fsdp", "rematerialise")}  # of settings, for the trainer
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -50,25 +52,58 @@ def trainer(
     optimizer: dict[str, float] | None = None,
     seed: int = 0,
     deterministic: bool = False,
+    team: Team | None = None,
 ) -> Trainer:
     """The trainer of a model; without an optimizer, for scoring alone.
 
     The context's settings["compile"] says whether to compile; if it does not, training on a GPU does. Scoring sees too many shapes
-    and settings for that to pay: torch compiles a block for each, and gives up after eight. JAX always compiles; settings["devices"],
-    ["fsdp"] and ["rematerialise"] are its own (see models/backends/jax.py).
+    and settings for that to pay: torch compiles a block for each, and gives up after eight. JAX always compiles. settings["rematerialise"]
+    saves memory, at the cost of a third more work; ["devices"] and ["fsdp"] are JAX's own (see models/backends/jax.py).
+    team: of the processes that train together, in the one that leads them.
     """
-    options = {name: context.settings[name] for name in SPREAD if context.settings.get(name) is not None} if model.backend == "jax" else {}
-    return model.framework.Trainer(
-        model,
-        optimizer=optimizer,
-        seed=seed,
-        device=device,
-        precision=precision,
-        deterministic=deterministic,
-        threads=context.threads,
-        compile=context.settings.get("compile", device != "cpu" and optimizer is not None),
-        **options,
-    )
+    options = {name: context.settings[name] for name in OPTIONS[model.backend] if context.settings.get(name) is not None}
+    options |= {
+        "optimizer": optimizer,
+        "seed": seed,
+        "device": device,
+        "precision": precision,
+        "deterministic": deterministic,
+        "threads": context.threads,
+        "compile": context.settings.get("compile", device != "cpu" and optimizer is not None),
+    }
+    make = model.framework.Trainer
+    if team is None:
+        return make(model, **options)
+    from models.backends.torch_parallel import Leader
+
+    return Leader(team, partial(make, team=team), replace(model), options)
+
+
+@contextmanager
+def together(context: Context, precision: Precision) -> Iterator[Team | None]:
+    """The processes that were started to train together, by torchrun or Ray Train, this one among them; None where it is alone.
+
+    What is inside runs on rank 0; on the others there is nothing left to do: they have done as rank 0 did, to its end.
+    """
+    if backend(context) != "torch":
+        yield None
+        return
+    from models.backends import torch as framework
+    from models.backends import torch_parallel
+
+    if not torch_parallel.started():
+        yield None
+        return
+    team = torch_parallel.Team.join(framework.find_device(context.device, precision=precision, threads=context.threads))
+    try:
+        if team.rank == 0:
+            with torch_parallel.leading(team):
+                yield team
+        else:
+            torch_parallel.follow(team, partial(framework.Trainer, team=team))
+            yield team
+    finally:
+        team.leave()
 
 
 def segment_ids(lengths: list[np.ndarray], inputs: int) -> np.ndarray:

@@ -15,9 +15,10 @@ import json
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -26,10 +27,12 @@ from stages import artifact, engine, initial, provenance
 from stages.checkpoints import Checkpoints
 from stages.command import main
 from stages.history import LOG, History, Row, Spikes
+from stages.profile import Profile
 from stages.schedule import learning_rate
 from stages.spec import Context, Spec, Stopped, Strict
 
 if TYPE_CHECKING:
+    from models.backends.torch import Team
     from stages.rows import Rows
 
 WEIGHTS, HISTORY = "weights.safetensors", "history.parquet"
@@ -94,15 +97,19 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     found out which layers to replace).
 
     inputs: "budget", the file packed/budgets/<budget>.json, and "initial", the weights' folder that `init` is about. context.settings: peak_flops (of the device, for MFU), micro_batch
-    (sequences at once on each device; found out if not given), backend, compile, devices, fsdp, rematerialise (see stages/engine.py). Raises Stopped when asked to stop, with a checkpoint saved.
+    (sequences at once on each device; found out if not given), backend, compile, devices, fsdp, rematerialise (see stages/engine.py), profile (write
+    profile/ of a few steps). Of several processes that were started together, the first does all of this, and the others help it.
+    Raises Stopped when asked to stop, with a checkpoint saved.
     """
     try:
         parameters = Parameters.model_validate(spec.parameters)
     except ValidationError as error:
         raise ValueError(f"This training's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
-    with engine.told_of_full_disk(out):
+    with engine.told_of_full_disk(out), engine.together(context, parameters.precision) as team:
+        if team is not None and team.rank > 0:
+            return
         if not _complete(out, spec.key):
-            Run(spec, parameters, out, inputs, context).to_the_end()
+            Run(spec, parameters, out, inputs, context, team).to_the_end()
         context.fence()
         Checkpoints(out, spec.key).remove()
         (out / LOG).unlink(missing_ok=True)
@@ -117,13 +124,23 @@ def _complete(out: Path, key: str) -> bool:
     return (out / HISTORY).exists()
 
 
-class Run:
-    """One attempt at a training run; `step` is how many steps are done."""
+class UnderWay(NamedTuple):
+    """A step that was given to the device: its row so far, when that was, and what waits for its facts (None: its batch is left out)."""
 
-    def __init__(self, spec: Spec, parameters: Parameters, out: Path, inputs: dict[str, Path], context: Context) -> None:
+    row: Row
+    began: float
+    facts: Callable[[], dict[str, float]] | None
+
+
+class Run:
+    """One attempt at a training run; `step` is how many steps are done, `under_way` those given to the device and not heard of yet."""
+
+    def __init__(
+        self, spec: Spec, parameters: Parameters, out: Path, inputs: dict[str, Path], context: Context, team: Team | None = None
+    ) -> None:
         import models
 
-        self.spec, self.parameters, self.out, self.context = spec, parameters, out, context
+        self.spec, self.parameters, self.out, self.context, self.team = spec, parameters, out, context, team
         self.started = time.time()
         self.input_digest, rows = _open(inputs["budget"], spec, parameters)
         self.start = initial.start(spec, parameters, inputs.get(initial.INPUT), rows, out, context)
@@ -137,33 +154,45 @@ class Run:
         self.skips = 0  # steps skipped since the last one that was taken
         self.rolled_back: dict[int, str] = {}  # step -> why its batch is left out
         self.seconds: deque[float] = deque(maxlen=32)  # of the last steps
-        self.shown = float("-inf")
+        self.under_way: deque[UnderWay] = deque()
+        self.settled = self.shown = float("-inf")
+        self.profile = Profile(out, self.model if context.settings.get("profile") else None)
         self.checkpoint_every = context.settings.get("checkpoint_every", parameters.checkpoint_every)
         self.device = engine.device(self.model, context, parameters.precision)
         self.trainer, self.step, self.saved = self._trainer(), 0, -1
         self.share = parameters.batch // self.trainer.devices  # of a batch, what one device takes
         self.micro_batch = context.settings.get("micro_batch") or at_once(self.share, parameters.sequence_length)
+        self.rematerialise = bool(context.settings.get("rematerialise"))
         self.restore()
         self.resumed_from = self.step
 
     def to_the_end(self) -> None:
         """Take every step that is left, then write the results."""
-        with self.batches:
+        with self.batches, self.profile:
             while self.step < self.parameters.steps:
                 if self.context.stop_requested():
+                    self.settle()
                     self.save()
                     raise Stopped(f"at step {self.step} of {self.parameters.steps}; run again to go on.")
-                self.advance()
+                self.launch()
+                last = self.launched % self.checkpoint_every == 0 or self.launched == self.parameters.steps
+                self.settle(0 if last or self.skips else self.trainer.ahead)  # a checkpoint holds its steps and no other's
                 if self.step % self.checkpoint_every == 0:
                     self.save()
             self.save()
         self.finish()
+
+    @property
+    def launched(self) -> int:
+        """How many steps are done or under way."""
+        return self.step + len(self.under_way)
 
     # Where the run stands
 
     def restore(self) -> None:
         """Go to the newest checkpoint of any attempt that verifies, or to the run's beginning."""
         self.context.fence()
+        self.under_way.clear()
         fresh = self.step == 0
         for found in self.checkpoints.usable(dict.fromkeys([self.out, *self.context.resume_from]), self._note):
             try:
@@ -194,6 +223,7 @@ class Run:
             optimizer=self.parameters.optimizer.model_dump(),
             seed=self.parameters.seed,
             deterministic=self.parameters.deterministic,
+            team=self.team,
         )
         self.start.apply(trainer)
         return trainer
@@ -210,45 +240,62 @@ class Run:
 
     # One step
 
-    def advance(self) -> None:
-        """Take one step, or deal with one that is not finite, and write its row."""
-        p, index = self.parameters, self.step
+    def launch(self) -> None:
+        """Give the next step to the device. Where an earlier one turns out not to be finite, the device leaves this one undone by itself."""
+        p, index = self.parameters, self.launched
         rate = learning_rate(index, steps=p.steps, peak=p.learning_rate, start=p.start_learning_rate, warmup=p.warmup_steps, floor=p.floor)
         row: Row = {"step": index + 1, "tokens": (index + 1) * p.batch * p.sequence_length, "learning_rate": rate}
-        if index in self.rolled_back:
-            self._record(row | {"event": self.rolled_back[index]})
-            return
         began = time.perf_counter()
-        tokens_BT1, segments_BT = self.batches[index]
-        measured = self._step(tokens_BT1, learning_rate=rate, segments=segments_BT, targets_mask=tokens_BT1[:, 1:] != p.bos)
-        if measured is None:
+        if index in self.rolled_back:
+            self.under_way.append(UnderWay(row, began, None))
             return
-        row |= {"loss": measured["loss"], "grad_norm": measured["grad_norm"]}
-        row |= self._speed(time.perf_counter() - began, measured.get("cg_steps"))
-        row |= {name: value for name, value in measured.items() if name not in MEASURES}
-        if not measured["finite"]:
-            self._nonfinite(row)
-        else:
-            height = self.spikes.height(row["loss"])
-            self._record(row | {"event": None if height is None else f"spike: {height:.3g} nats above the median"})
+        self.profile.turn()
+        tokens_BT1, segments_BT = self.batches[index]
+        facts = self._submit(tokens_BT1, learning_rate=rate, segments=segments_BT, targets_mask=tokens_BT1[:, 1:] != p.bos)
+        if facts is not None:
+            self.under_way.append(UnderWay(row, began, facts))
 
-    def _step(self, tokens_BT1: np.ndarray, **given: Any) -> dict[str, float] | None:
-        """The trainer's step, with fewer sequences at once from here on where they do not fit in memory: the gradient is the same sum.
+    def settle(self, ahead: int = 0) -> None:
+        """Write the rows of the steps under way, but for the last `ahead`, or deal with one that is not finite."""
+        while len(self.under_way) > ahead:
+            row, began, facts = self.under_way.popleft()
+            if facts is None:
+                self._record(row | {"event": self.rolled_back[row["step"] - 1]})
+                continue
+            measured, now = facts(), time.perf_counter()
+            seconds, self.settled = now - max(began, self.settled), now
+            row |= {"loss": measured["loss"], "grad_norm": measured["grad_norm"]}
+            row |= self._speed(seconds, measured.get("cg_steps"))
+            row |= {name: value for name, value in measured.items() if name not in MEASURES}
+            if not measured["finite"]:
+                self._nonfinite(row)
+            else:
+                height = self.spikes.height(row["loss"])
+                self._record(row | {"event": None if height is None else f"spike: {height:.3g} nats above the median"})
+
+    def _submit(self, tokens_BT1: np.ndarray, **given: Any) -> Callable[[], dict[str, float]] | None:
+        """The trainer's step, with fewer sequences at once from here on where they do not fit in memory, and, where one alone does not, with
+        activations computed again instead of kept: the gradient is the same sum.
 
         None where the trainer's weights went with the memory: the run then stands where its last checkpoint was.
         """
+        given |= {"skip_nonfinite": True, "halt": self.parameters.on_nonfinite != "skip"}
         while True:
             try:
-                return self.trainer.step(tokens_BT1, micro_batch=self.micro_batch, skip_nonfinite=True, **given)
+                return self.trainer.submit(tokens_BT1, micro_batch=self.micro_batch, rematerialise=self.rematerialise, **given)
             except MemoryError as error:
-                if self.micro_batch == 1:
+                if self.micro_batch == 1 and self.rematerialise:
                     raise ValueError(
                         f"One sequence of {self.parameters.sequence_length} tokens does not fit in the memory of {self.device} ({error}). "
                         "Run this cell on a larger device."
                     ) from error
-            smaller = at_once(self.share, self.parameters.sequence_length, below=self.micro_batch)
-            self._note(f"{self.micro_batch} sequences at once do not fit in the memory of {self.device}; going on with {smaller}.")
-            self.micro_batch = smaller
+            if self.micro_batch == 1:
+                self.rematerialise = True
+                self._note(f"One sequence does not fit in the memory of {self.device}; activations are computed again from here on.")
+            else:
+                smaller = at_once(self.share, self.parameters.sequence_length, below=self.micro_batch)
+                self._note(f"{self.micro_batch} sequences at once do not fit in the memory of {self.device}; going on with {smaller}.")
+                self.micro_batch = smaller
             if self.trainer.lost:
                 self.trainer = self._trainer()
                 self.restore()
@@ -339,6 +386,8 @@ class Run:
             device=self.model.framework.device_name(self.device),
             kernels=kernels.chosen(),
             micro_batch=self.micro_batch,
+            rematerialise=self.rematerialise,
+            devices=self.trainer.devices,
             resumed_from=self.resumed_from,
             **self.start.provenance(),
         )

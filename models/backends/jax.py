@@ -6,7 +6,8 @@ Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T tim
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,6 +57,12 @@ def device_name(device: str) -> str:
     return device if device == "cpu" and len(found) == 1 else f"{len(found)} x {found[0].device_kind}"
 
 
+def start_profile(folder: Path) -> Callable[[], None]:
+    """Begin a profile of what runs from here on, for TensorBoard or XProf; what is returned ends it."""
+    jax.profiler.start_trace(str(folder))
+    return jax.profiler.stop_trace
+
+
 class Trainer:
     """Parameters and AdamW's moments of one model; see models.backends.torch.Trainer, whose arguments and methods these are.
 
@@ -91,6 +98,9 @@ class Trainer:
             _, of_state = shardings(transform, self.stack.table, self.layout, self.params)
             self.moments = jax.jit(transform.init, out_shardings=of_state)(self.params)
 
+    ahead = 0
+    """How many steps may wait on the devices while the host goes on."""
+
     @property
     def devices(self) -> int:
         """How many devices a batch is split over."""
@@ -105,11 +115,17 @@ class Trainer:
         stacked = self.stack.stack({name: np.asarray(value, self._weight_dtype) for name, value in values.items()})
         return self.layout.put(stacked, self.stack.table)
 
+    def submit(self, tokens_BT1: np.ndarray, *, halt: bool = False, **given: Any) -> Callable[[], dict[str, float]]:
+        """`step`, as the torch Trainer's submit: it is waited for, so that there never is a step after one that is not finite."""
+        facts = self.step(tokens_BT1, **given)
+        return lambda: facts
+
     def step(
         self, tokens_BT1: np.ndarray, *, learning_rate: float, segments: np.ndarray | None = None, targets_mask: np.ndarray | None = None,
-        micro_batch: int | None = None, skip_nonfinite: bool = False,
+        micro_batch: int | None = None, skip_nonfinite: bool = False, rematerialise: bool = False,
     ) -> dict[str, float]:  # fmt: skip
         """See the torch Trainer's. Raises ValueError where devices do not divide the rows, or micro_batch a device's share of them."""
+        self.rematerialise |= rematerialise
         rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
         if rows % self.devices:
             raise ValueError(f"{self.devices} devices do not divide a batch of {rows} rows; give a multiple of them, or use fewer devices.")

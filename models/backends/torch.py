@@ -21,9 +21,10 @@ from models.backbone import Model
 from models.backends.torch_arrays import to_arrays, to_numpy
 from models.backends.torch_decoder import Decoder
 from models.backends.torch_parallel import Gradients, Team
+from models.backends.torch_profile import start_profile
 from models.layers.layer import Layer
 
-__all__ = ["Decoder", "Team", "Trainer", "device_name", "find_device", "to_arrays", "to_numpy"]
+__all__ = ["Decoder", "Team", "Trainer", "device_name", "find_device", "start_profile", "to_arrays", "to_numpy"]
 
 Facts = Callable[[], dict[str, float]]
 """Waits for what a step measured."""
@@ -174,7 +175,9 @@ class Trainer:
         self.rematerialise |= rematerialise
         share, rest = divmod(len(tokens_BT1), self.devices)
         if rest:
-            raise ValueError(f"{self.devices} devices do not divide a batch of {len(tokens_BT1)} rows; give a multiple of them, or use fewer.")
+            raise ValueError(
+                f"{self.devices} devices do not divide a batch of {len(tokens_BT1)} rows; give a multiple of them, or use fewer."
+            )
         rows = slice(self.team.rank * share, (self.team.rank + 1) * share)
         try:
             batch = self._batch(tokens_BT1, segments, targets_mask, rows)

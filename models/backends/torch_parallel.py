@@ -147,9 +147,9 @@ class _Module(torch.nn.Module):
 class Leader:
     """The trainer of rank 0, whose calls the other ranks make too."""
 
-    def __init__(self, team: Team, make: Callable[..., Any], model: tuple[Any, ...], options: dict[str, Any]) -> None:
-        team.tell(("make", model, options))
-        self.team, self.trainer = team, make(*model, **options)
+    def __init__(self, team: Team, make: Callable[..., Any], model: Any, options: dict[str, Any]) -> None:
+        team.tell(("make", (model,), options))
+        self.team, self.trainer = team, make(model, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)

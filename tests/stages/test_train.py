@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.stages.small_study import BOS, LENGTH, MESA, context, make_packed, no
 
 ROOT = Path(__file__).parents[2]
 NAN = float("nan")
+Facts = Callable[[], dict[str, float]]
 TIMINGS = ("seconds", "tokens_per_second", "mfu", "mfu_without_cg")
 
 
@@ -83,7 +86,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 class Wrapped:
-    """A trainer, with what its step is given kept, and some batches not finite."""
+    """A trainer, with what its steps are given kept, and some batches not finite."""
 
     def __init__(self, trainer: Any, bad: set[int], taken: list[dict[str, Any]], batches: list[bytes]) -> None:
         self.trainer, self.bad, self.taken, self.batches = trainer, bad, taken, batches
@@ -91,12 +94,12 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
-    def step(self, tokens: np.ndarray, **options: Any) -> dict[str, float]:
+    def submit(self, tokens: np.ndarray, **options: Any) -> Facts:
         index = self.batches.index(np.ascontiguousarray(tokens).astype(np.int32).tobytes())
         self.taken.append({"index": index, "tokens": tokens, **options})
         if index in self.bad:
-            return {"loss": NAN, "grad_norm": NAN, "finite": 0.0}
-        return self.trainer.step(tokens, **options)
+            return lambda: {"loss": NAN, "grad_norm": NAN, "finite": 0.0}
+        return self.trainer.submit(tokens, **options)
 
 
 @pytest.fixture
@@ -359,6 +362,95 @@ def test_rollbacks_are_bounded(out, budget, wrapped, monkeypatch):
         do(train_spec(on_nonfinite="rollback"), out, budget)
 
 
+# A device that is a step behind the host
+
+
+@pytest.fixture
+def behind(monkeypatch):
+    """behind(bad steps) -> which batches were given to a trainer that has what a GPU's has: a step may be under way while the next is given.
+
+    A batch that is not finite is so on the device: an embedding is not finite while it is taken.
+    """
+
+    def install(bad: set[int], budget: Path) -> list[int]:
+        from stages.rows import Rows
+
+        reader, given = Rows(budget), []
+        batches = [np.ascontiguousarray(reader.read(4 * step, 4 * step + 4)[0]).astype(np.int32).tobytes() for step in range(12)]
+        make = engine.trainer
+
+        class Behind(Wrapped):
+            ahead = 1
+
+            def submit(self, tokens: np.ndarray, **options: Any) -> Facts:
+                given.append(batches.index(np.ascontiguousarray(tokens).astype(np.int32).tobytes()))
+                weight = self.trainer.params["final_norm"].data
+                kept = weight.clone()
+                weight.mul_(NAN if given[-1] in bad else 1.0)
+                facts = self.trainer.submit(tokens, **options)
+                if given[-1] in bad:
+                    weight.copy_(kept)
+                return facts
+
+        monkeypatch.setattr(engine, "trainer", lambda *a, **o: Behind(make(*a, **o), bad, [], batches))
+        return given
+
+    return install
+
+
+def test_a_step_behind_is_the_same_run(out, budget, undisturbed, behind):
+    given = behind(set(), budget)
+    do(train_spec(), out, budget)
+    assert given == list(range(12))
+    assert_same(out, undisturbed)
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 9])
+def test_a_step_behind_stops_where_it_was_not_finite(out, tmp_path, budget, behind, step):
+    """The checkpoint holds the steps before it and nothing of the one that was already under way."""
+    given = behind({step}, budget)
+    with pytest.raises(ValueError, match=f"Step {step + 1} is not finite.*up to step {step} is kept"):
+        do(train_spec(), out, budget)
+    assert given == list(range(min(step + 2, step // 5 * 5 + 5, 12)))
+    stopped, _ = checkpoint.load(out / "checkpoints" / f"{step:08d}.safetensors")
+    with pytest.raises(Stopped):
+        do(train_spec(), tmp_path / "other", budget, stop_requested=stop_at(step))
+    expected, _ = checkpoint.load(tmp_path / "other" / "checkpoints" / f"{step:08d}.safetensors")
+    assert all(stopped[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_behind_deals_with_bad_ones_as_one_that_is_not(tmp_path, budget, behind, wrapped, policy):
+    spec, make = train_spec(on_nonfinite=policy), engine.trainer
+    behind({2, 6, 7}, budget)
+    do(spec, tmp_path / "behind", budget)
+    engine.trainer = make  # the fixtures put it back in the end
+    wrapped({2, 6, 7})
+    do(spec, tmp_path / "beside", budget)
+    a, b = (checkpoint.load(tmp_path / name / train.WEIGHTS)[0] for name in ("behind", "beside"))
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+    events = [[(row["step"], (row["event"] or "").split(":")[0]) for row in rows(tmp_path / name)] for name in ("behind", "beside")]
+    assert events[0] == events[1] and [step for step, event in events[0] if event] == [3, 7, 8]
+
+
+def test_a_step_behind_gives_up_skipping_where_it_should(out, budget, behind, monkeypatch):
+    given = behind(set(range(3, 9)), budget)
+    monkeypatch.setattr(train, "SKIPS", 4)
+    with pytest.raises(ValueError, match="Step 8 .*4 steps in a row"):
+        do(train_spec(on_nonfinite="skip"), out, budget)
+    assert given == list(range(8))
+
+
+# A profile
+
+
+def test_a_profile_is_written_where_it_is_asked_for(out, budget):
+    do(train_spec(), out, budget, settings={"profile": True})
+    assert "aten::" in (out / "profile" / "kernels.txt").read_text()
+    with gzip.open(out / "profile" / "trace.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+
+
 # Memory
 
 
@@ -366,19 +458,23 @@ def test_sequences_at_once_are_halved_until_they_fit(out, budget, undisturbed, m
     asked, make = [], engine.trainer
 
     class Small(Wrapped):
-        def step(self, tokens: np.ndarray, **options: Any) -> dict[str, float]:
-            asked.append(options["micro_batch"])
-            if options["micro_batch"] > self.bad:
+        def submit(self, tokens: np.ndarray, **options: Any) -> Facts:
+            asked.append((options["micro_batch"], options["rematerialise"]))
+            if asked[-1] not in self.bad:
                 raise MemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-            return self.trainer.step(tokens, **options)
+            return self.trainer.submit(tokens, **options)
 
     monkeypatch.setattr(engine, "trainer", lambda *given, **options: Small(make(*given, **options), fits, [], []))
-    fits = 2
+    fits = {(2, False)}
     lines = do(train_spec(), out, budget)
-    assert asked == [4, *[2] * 12] and "4 sequences at once do not fit" in notes(lines)
+    assert asked == [(4, False), *[(2, False)] * 12] and "4 sequences at once do not fit" in notes(lines)
     assert json.loads((out / "provenance.json").read_text())["micro_batch"] == 2
     assert [row["loss"] for row in rows(out)] == pytest.approx([row["loss"] for row in rows(undisturbed)], rel=1e-4)
-    fits = 0
+    asked.clear()
+    fits = {(1, True)}
+    lines = do(train_spec(steps=2, seed=2), out, budget)
+    assert asked == [(4, False), (2, False), (1, False), *[(1, True)] * 2] and "One sequence does not fit" in notes(lines)
+    fits = set()
     with pytest.raises(ValueError, match="One sequence of 12 tokens does not fit"):
         do(train_spec(seed=1), out, budget)
 
@@ -459,8 +555,9 @@ def test_a_spike_is_recorded(out, budget, monkeypatch):
     make = engine.trainer
 
     class Spiky(Wrapped):
-        def step(self, tokens: np.ndarray, **options: Any) -> dict[str, float]:
-            return self.trainer.step(tokens, **options) | {"loss": next(losses)}
+        def submit(self, tokens: np.ndarray, **options: Any) -> Facts:
+            facts = self.trainer.submit(tokens, **options)
+            return lambda: facts() | {"loss": next(losses)}
 
     monkeypatch.setattr(engine, "trainer", lambda *given, **options: Spiky(make(*given, **options), set(), [], []))
     lines = do(train_spec(steps=7), out, budget)

@@ -1,0 +1,87 @@
+"""Training by several processes, started by torchrun: the rows of a step split over them, and the same run as by one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import checkpoint
+from stages import artifact, schemas, train
+from stages.spec import Spec, Stopped, canonical
+from tests.stages.small_study import MESA, context, make_packed, train_spec
+
+ROOT = Path(__file__).parents[2]
+SPEC = train_spec(model=MESA, steps=12)
+
+
+@pytest.fixture(scope="module")
+def budget(tmp_path_factory) -> Path:
+    return make_packed(tmp_path_factory.mktemp("study") / "packed")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, budget) -> Path:
+    out = tmp_path_factory.mktemp("alone")
+    train.run(SPEC, out, {"budget": budget}, context()[0])
+    return out
+
+
+def together(spec: Spec, folder: Path, out: Path, budget: Path, *more: str) -> subprocess.Popen[str]:
+    """Two processes that train, as a user starts them."""
+    (folder / "spec.json").write_text(canonical(spec.model_dump()))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stages.train"]
+    given = [str(folder / "spec.json"), str(out), "--input", f"budget={budget}", "--device", "cpu", "--threads", "1", *more]
+    return subprocess.Popen([*torchrun, *given], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return schemas.read(out / train.HISTORY, "history").to_pylist()
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same but for the order of sums."""
+    for a, b in zip(rows(one), rows(other), strict=True):
+        assert a["tokens"] == b["tokens"] and a["event"] == b["event"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=2e-3)
+        assert b["cg_steps"] == pytest.approx(a["cg_steps"], rel=0.02)
+    a, b = (checkpoint.load(out / train.WEIGHTS)[0] for out in (one, other))
+    assert all(b[name] == pytest.approx(a[name], rel=2e-2, abs=2e-3) for name in a)
+    assert artifact.read(other, key=SPEC.key, content=True)
+
+
+def test_two_train_as_one_does(tmp_path, budget, alone):
+    process = together(SPEC, tmp_path, tmp_path / "out", budget, "--profile")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert_same_run(alone, tmp_path / "out")
+    assert (tmp_path / "out" / "profile" / "kernels.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_another_number_of_processes(tmp_path, budget, alone):
+    first, second = tmp_path / "1 then 2", tmp_path / "2 then 1"
+    first.mkdir()
+    polls = iter(range(99))
+    with pytest.raises(Stopped, match="at step 7"):
+        train.run(SPEC, first, {"budget": budget}, context(stop_requested=lambda: next(polls) >= 7)[0])
+    said, _ = together(SPEC, tmp_path, first, budget).communicate(timeout=120)
+    assert "Going on from step 7" in said
+    assert_same_run(alone, first)
+
+    longer = train_spec(model=MESA, steps=12, checkpoint_every=1)
+    process = together(longer, tmp_path, second, budget)
+    while process.poll() is None and not list(second.glob("checkpoints/0*")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert not (second / artifact.NAME).exists(), "the run was over before it was stopped"
+    given, lines = context()
+    train.run(longer, second, {"budget": budget}, given)
+    assert any("Going on from step" in line.get("note", "") for line in lines)
+    assert rows(second)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=1e-4)
