@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,47 +59,45 @@ def chunk_length(T: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """An array in HBM and the part of it that a program sees: `shape` whole axes behind the leading ones that `index` picks.
+    """An array in HBM and the part of it that a program sees. array: what is read, or an output's shape and dtype.
 
-    index: (g, n) -> the leading indices. array: what is read; for an output its shape and dtype.
+    shape: of the part, None for axes of which it has one entry and does not see; index: (g, n) -> the part's place, in parts.
     """
 
     array: Any  # jax.Array or jax.ShapeDtypeStruct
+    shape: tuple[int | None, ...]
     index: Callable[[Any, Any], tuple]
 
     def spec(self) -> Any:
         from jax.experimental import pallas as pl
 
-        lead = len(self.index(0, 0))
-        rest = self.array.shape[lead:]
-        return pl.BlockSpec((*(None,) * lead, *rest), lambda g, n: (*self.index(g, n), *(0,) * len(rest)))
+        return pl.BlockSpec(self.shape, self.index)
 
     def bytes(self) -> int:
-        lead = len(self.index(0, 0))
-        size = self.array.dtype.itemsize
-        for axis in self.array.shape[lead:]:
-            size *= axis
-        return size
+        return math.prod(size or 1 for size in self.shape) * self.array.dtype.itemsize
 
 
 def by_chunk(array: Any) -> Block:
     """[G, N, ...]: a program's own chunk."""
-    return Block(array, lambda g, n: (g, n))
+    rest = array.shape[2:]
+    return Block(array, (None, None, *rest), lambda g, n: (g, n, *(0,) * len(rest)))
 
 
 def by_row(array: Any) -> Block:
     """[G, ...]: the same for all chunks of a row."""
-    return Block(array, lambda g, n: (g,))
+    rest = array.shape[1:]
+    return Block(array, (None, *rest), lambda g, n: (g, *(0,) * len(rest)))
 
 
 def by_head(array: Any) -> Block:
     """[H, ...]: the same for all rows of a head."""
-    return Block(array, lambda g, n: (g % array.shape[0],))
+    rest = array.shape[1:]
+    return Block(array, (None, *rest), lambda g, n: (g % array.shape[0], *(0,) * len(rest)))
 
 
 def backwards(block: Block, N: int) -> Block:
     """The same, the chunks of a row running from its last to its first."""
-    return Block(block.array, lambda g, n: block.index(g, N - 1 - n))
+    return Block(block.array, block.shape, lambda g, n: block.index(g, N - 1 - n))
 
 
 def new(shape: Sequence[int], dtype: Any) -> Any:
@@ -109,13 +108,15 @@ def new(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def launch(
-    kernel: Callable, G: int, N: int, inputs: Sequence[Block | None], outputs: Sequence[Block | None], *, products: int, reverse: bool = False,
-    like: Array, **options: Any,
+    kernel: Callable, G: int, N: int, inputs: Sequence[Block | None], outputs: Sequence[Block | None], *, products: int, exponentials: int = 0,
+    scratch: Sequence[tuple[int, ...]] = (), reverse: bool = False, like: Array, **options: Any,
 ) -> list[Array | None]:  # fmt: skip
-    """kernel(*inputs, *outputs, **options) on references, for every row and, in order (reverse: last first), every chunk.
+    """kernel(*inputs, *outputs, *scratch, **options) on references, for every row and, in order (reverse: last first), every chunk.
 
-    Blocks of None are None to the kernel too. products: multiply-adds of matrix products in one program.
+    Blocks of None are None to the kernel too. scratch: shapes of float32 arrays in fast memory. products: multiply-adds in one program, and
+    exponentials: exp, divisions and the like, both for the compiler's schedule.
     """
+    import jax.numpy as jnp
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -129,7 +130,7 @@ def launch(
 
     def body(*references: Any) -> None:
         rest = iter(references)
-        kernel(*(None if block is None else next(rest) for block in blocks), **options)
+        kernel(*(None if block is None else next(rest) for block in blocks), *rest, **options)
 
     moved = sum(block.bytes() for block in given + made) * G * N
     run = pl.pallas_call(
@@ -138,8 +139,9 @@ def launch(
         in_specs=[block.spec() for block in given],
         out_specs=[block.spec() for block in made],
         out_shape=[block.array for block in made],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
-        cost_estimate=pl.CostEstimate(flops=2 * products * G * N, bytes_accessed=moved, transcendentals=0),
+        cost_estimate=pl.CostEstimate(flops=2 * products * G * N, bytes_accessed=moved, transcendentals=exponentials * G * N),
         interpret=ops.device(like) == "cpu",
         name=kernel.__module__.removeprefix("kernels.").replace(".", "_") + "_" + kernel.__name__.strip("_"),
     )

@@ -8,7 +8,7 @@ Shapes: B batch, T time, D channels.
 from typing import Any
 
 import kernels
-from kernels import arrays, launch, shapes
+from kernels import arrays, launch, mosaic, shapes
 from kernels.rg_lru import chunked, reference
 from kernels.rg_lru.reference import State, step
 
@@ -24,8 +24,9 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 
 
 ARRAY_FORMS = {"chunked": chunked.rg_lru, "reference": reference.rg_lru}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
-kernels.offer("rg_lru", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": launch.refusal})
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("rg_lru")}
+FUSED = {"triton": launch.refusal, "pallas": mosaic.refusal}
+kernels.offer("rg_lru", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
 
 
 def rg_lru(
