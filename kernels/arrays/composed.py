@@ -1,12 +1,12 @@
 """Operations composed of the small ones, written once for both frameworks.
 
-Shapes: B batch, T time, D channels, H heads, K key size, W convolution window, V vocabulary.
+Shapes: B batch, T time, D channels, H heads, K key size, V vocabulary.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from kernels import arrays, segmentation
+from kernels import arrays
 
 Array = Any  # torch.Tensor or jax.Array
 
@@ -52,55 +52,3 @@ def softmax_cross_entropy(logits: Array, targets: Array) -> Array:
     ops = arrays.of(logits)
     logits = ops.cast(logits, ops.working_dtype(logits))
     return ops.logsumexp(logits, -1) - ops.take_along(logits, targets[..., None], -1)[..., 0]
-
-
-class ConvolutionState(NamedTuple):
-    """The last W - 1 inputs of the current segment, zero where there are fewer, and that segment's id (-1: none yet)."""
-
-    inputs_BWD: Array
-    segment_B: Array
-
-
-def short_convolution(
-    x_BTD: Array, weight_WD: Array, bias_D: Array | None = None, *, state: ConvolutionState | None = None, segments: Array | None = None
-) -> tuple[Array, ConvolutionState]:
-    """Causal depthwise convolution, y_t = bias + sum_j weight_j x_{t-W+1+j} within the segment of t; the last weight meets x_t.
-
-    segments: int32 [B, T] ids; -1 is padding: such tokens are skipped, their output is 0 and they leave the state as it was.
-    Returns y [B, T, D] in x's dtype and the state to go on from. A token by itself is x [B, 1, D].
-    """
-    ops = arrays.of(x_BTD)
-    B, T, D = x_BTD.shape
-    W = weight_WD.shape[0]
-    if state is None:
-        state = ConvolutionState(ops.zeros((B, W - 1, D), x_BTD.dtype, x_BTD), ops.full((B,), -1, ops.int32, x_BTD))
-
-    if segments is None:
-        seen = ops.concatenate((ops.cast(state.inputs_BWD, x_BTD.dtype), x_BTD), 1)
-        y = _window_sum(ops, [seen[:, j : j + T] for j in range(W)], weight_WD, bias_D)
-        return y, ConvolutionState(seen[:, T:], segmentation.unsegmented(state.segment_B))
-
-    # Padding out of the way: real tokens to the front, in order; back to their places at the end.
-    real_BT = segments >= 0
-    rank_BT = ops.cumsum(ops.cast(real_BT, ops.int32), 1)  # how many real tokens up to and including t
-    order_BT = ops.cast(ops.argsort(ops.cast(~real_BT, ops.int32)), ops.int32)
-    x = ops.take_along(x_BTD, order_BT[..., None], 1)
-    ids = ops.take_along(segments, order_BT, 1)
-    last_B = segmentation.last(segments, state.segment_B)
-    first_B = ops.where(state.segment_B >= 0, state.segment_B, ids[:, 0])  # a state without an id goes on with any
-    seen_ids = ops.concatenate((ops.broadcast_to(first_B[:, None], (B, W - 1)), ids), 1)
-    seen = ops.concatenate((ops.cast(state.inputs_BWD, x.dtype), x), 1)
-    same = [(seen_ids[:, j : j + T] == ids)[..., None] for j in range(W)]
-    y = _window_sum(ops, [ops.where(same[j], seen[:, j : j + T], 0.0) for j in range(W)], weight_WD, bias_D)
-    y = ops.take_along(y, ops.maximum(rank_BT - 1, 0)[..., None], 1)
-    y = ops.where(real_BT[..., None], y, 0.0)
-
-    tail = rank_BT[:, -1:] + ops.arange(W - 1, x)[None]  # the last W - 1 of `seen` that are real
-    inputs = ops.take_along(seen, tail[..., None], 1)
-    inputs = ops.where((ops.take_along(seen_ids, tail, 1) == last_B[:, None])[..., None], inputs, 0.0)
-    return y, ConvolutionState(inputs, last_B)
-
-
-def _window_sum(ops: Any, windows: list[Array], weight_WD: Array, bias_D: Array | None) -> Array:
-    y = sum(x * ops.cast(w, x.dtype) for x, w in zip(windows, weight_WD, strict=True))
-    return y if bias_D is None else y + ops.cast(bias_D, y.dtype)

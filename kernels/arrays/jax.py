@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels.arrays import declaration
-from kernels.arrays.composed import l2_normalise, rms_norm, rope, rotation, short_convolution, softmax_cross_entropy
+from kernels.arrays.composed import l2_normalise, rms_norm, rope, rotation, softmax_cross_entropy
 
-__all__ = ["l2_normalise", "rms_norm", "rope", "rotation", "short_convolution", "softmax_cross_entropy"]
+__all__ = ["l2_normalise", "rms_norm", "rope", "rotation", "softmax_cross_entropy"]
 
 Array = jax.Array
 name = "jax"

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.arrays import declaration
-from kernels.arrays.composed import l2_normalise, rms_norm, rope, short_convolution, softmax_cross_entropy
+from kernels.arrays.composed import l2_normalise, rms_norm, rope, softmax_cross_entropy
 from kernels.arrays.composed import rotation as _rotation_table
 
-__all__ = ["l2_normalise", "rms_norm", "rope", "short_convolution", "softmax_cross_entropy"]
+__all__ = ["l2_normalise", "rms_norm", "rope", "softmax_cross_entropy"]
 
 Array = torch.Tensor
 name = "torch"

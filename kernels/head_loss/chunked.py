@@ -1,8 +1,9 @@
-"""The loss a few rows of logits at a time, its gradient computed with it. torch.
+"""The loss a few rows of logits at a time, its gradient computed with it, in torch's own operations.
 
 Shapes: N tokens, D width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,58 @@ import torch
 from kernels.head_loss import SOFT_CAP
 
 CHUNK = {"cpu": 1 << 19, "cuda": 1 << 28}
-"""Logits held at once by the loss: a processor's cache, a card's spare memory."""
+"""Logits held at once: a processor's cache, a card's spare memory."""
+
+Loss = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def head_loss(
+    x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor, *, run: Callable | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.head_loss.head_loss`. run: `loss_and_gradient`, or another form of it."""
+    nll_N, total = _HeadLoss.apply(run or loss_and_gradient, x_ND, embedding_VD, target_N, weight_N)
+    return total, nll_N
+
+
+class _HeadLoss(torch.autograd.Function):
+    """(nll_N, which carries no gradient; the sum over n of weight_n nll_n)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nll_N, dx_ND, dembedding_VD = run(*inputs, differentiate=ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        ctx.save_for_backward(dx_ND, dembedding_VD)
+        ctx.mark_non_differentiable(nll_N)
+        return nll_N, (nll_N * inputs[-1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None]:
+        dx_ND, dembedding_VD = ctx.saved_tensors
+        return None, dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None
+
+
+def loss_and_gradient(
+    x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor, *, differentiate: bool
+) -> Loss:
+    """(nll_N, and of the sum of weight_n nll_n: dx_ND in x's dtype, dembedding_VD float32, or None for both)."""
+    matrix_VD = embedding_VD.to(x_ND.dtype)
+    nll_N = torch.empty(len(x_ND), device=x_ND.device)
+    dx_ND = torch.empty_like(x_ND) if differentiate else None
+    dembedding_VD = torch.zeros_like(embedding_VD) if differentiate else None
+    rows = max(1, CHUNK[x_ND.device.type] // len(matrix_VD))
+    for start in range(0, len(x_ND), rows):
+        chunk = slice(start, start + rows)
+        x, target, weight = x_ND[chunk], target_N[chunk, None], weight_N[chunk, None]
+        # 30 tanh(z / 30) = 60 s - 30 with s = sigmoid(z / 15), which is six times faster; a softmax does not see the -30
+        s = _product(x, matrix_VD.T).mul_(2 / SOFT_CAP).sigmoid_()
+        p = s * (2 * SOFT_CAP)
+        torch.softmax(p, -1, out=p)  # logits differ by 60 at most: no probability underflows
+        nll_N[chunk] = -p.gather(-1, target)[:, 0].log()
+        if differentiate:
+            dlogits = p.mul_(4 * weight).scatter_add_(-1, target, -4 * weight)
+            dlogits = dlogits.mul_(s.addcmul_(s, s, value=-1)).to(x.dtype)  # d logits / d z = 4 s (1 - s)
+            dx_ND[chunk] = dlogits @ matrix_VD
+            dembedding_VD += _product(dlogits.T, x)
+    return nll_N, dx_ND, dembedding_VD
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -18,43 +70,3 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
-
-
-class HeadLoss(torch.autograd.Function):
-    """Soft-capped logits and their cross-entropy, a few rows at a time: no more logits are held than a chunk.
-
-    x_ND: normalised stream. embedding_VD: float32. target_N: int64. weight_N: float32.
-    Gives (sum over n of weight_n nll_n, nll_N), float32; nll carries no gradient. The gradient is computed with the loss.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        differentiate = ctx.needs_input_grad[0]
-        matrix_VD = embedding_VD.to(x_ND.dtype)
-        nll_N = torch.empty(len(x_ND), device=x_ND.device)
-        dx_ND = torch.empty_like(x_ND) if differentiate else None
-        dembedding_VD = torch.zeros_like(embedding_VD) if differentiate else None
-        rows = max(1, CHUNK[x_ND.device.type] // len(matrix_VD))
-        for start in range(0, len(x_ND), rows):
-            chunk = slice(start, start + rows)
-            x, target, weight = x_ND[chunk], target_N[chunk, None], weight_N[chunk, None]
-            # 30 tanh(z / 30) = 60 s - 30 with s = sigmoid(z / 15), which is six times faster; a softmax does not see the -30
-            s = _product(x, matrix_VD.T).mul_(2 / SOFT_CAP).sigmoid_()
-            p = s * (2 * SOFT_CAP)
-            torch.softmax(p, -1, out=p)  # logits differ by 60 at most: no probability underflows
-            nll_N[chunk] = -p.gather(-1, target)[:, 0].log()
-            if differentiate:
-                dlogits = p.mul_(4 * weight).scatter_add_(-1, target, -4 * weight)
-                dlogits = dlogits.mul_(s.addcmul_(s, s, value=-1)).to(x.dtype)  # d logits / d z = 4 s (1 - s)
-                dx_ND[chunk] = dlogits @ matrix_VD
-                dembedding_VD += _product(dlogits.T, x)
-        ctx.save_for_backward(dx_ND, dembedding_VD)
-        ctx.mark_non_differentiable(nll_N)
-        return (nll_N * weight_N).sum(), nll_N
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        dx_ND, dembedding_VD = ctx.saved_tensors
-        return dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None

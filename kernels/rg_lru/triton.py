@@ -19,7 +19,7 @@ from kernels.launch import divide_up, launch
 from kernels.rg_lru import chunked
 from kernels.rg_lru.reference import State
 
-TOKENS, CHANNELS, STAGES = 32, 32, 4
+TOKENS, CHANNELS, STAGES, WARPS = 64, 32, 4, 2
 
 
 def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = None) -> tuple[Any, State]:
@@ -30,7 +30,7 @@ def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = No
 def forward(x, log_a, h_BD):
     B, T, D = x.shape
     out, last = torch.empty_like(x), torch.empty_like(h_BD)
-    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=1)
+    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
     return (out, last), ()
 
 
@@ -40,7 +40,7 @@ def backward(inputs, residuals, gradients):
     B, T, D = x.shape
     dx, dlog_a, dh_BD = torch.empty_like(x), torch.empty_like(log_a), torch.empty_like(h_BD)
     given = (dout.contiguous(), dlast.contiguous(), log_a, out, h_BD)
-    launch(_backward, (divide_up(D, CHANNELS), B), *given, dx, dlog_a, dh_BD, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=1)
+    launch(_backward, (divide_up(D, CHANNELS), B), *given, dx, dlog_a, dh_BD, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
     return dx, dlog_a, dh_BD
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kernels import rg_lru as kernel
 from kernels import segmentation
+from kernels.convolution import short_convolution
 from models.layers.layer import TRAINING, Array, Layer, State, linear, precise, product
 from models.parameters import Parameter, Table, normal, residual, zeros
 
@@ -106,7 +107,7 @@ class Hawk(Layer):
         state = state or {}
         gate_BTL = ops.gelu(linear(x_BTD, p["y"], p["y_bias"], ops=ops))
         u_BTL = linear(x_BTD, p["x"], p["x_bias"], ops=ops)
-        u_BTL, conv = ops.short_convolution(u_BTL, p["conv"], p["conv_bias"], state=state.get("conv"), segments=segments)
+        u_BTL, conv = short_convolution(u_BTL, p["conv"], p["conv_bias"], state=state.get("conv"), segments=segments)
         u_BTL = precise(u_BTL, ops=ops)
         r_BTL, i_BTL = (ops.sigmoid(self._block_diagonal(u_BTL, p[name], p[f"{name}_bias"], ops=ops)) for name in ("forget", "input"))
         log_a_BTL = -RATE * r_BTL * ops.softplus(precise(p["decay"], ops=ops))

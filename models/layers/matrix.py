@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from kernels.convolution import short_convolution
 from models.layers.layer import TRAINING, Array, Layer, State, linear, precise, product
 from models.layers.layer import gates as gates_of
 from models.parameters import Parameter, Table, ones, residual, zeros
@@ -58,6 +59,8 @@ class MatrixLayer(Layer):
 
     gates: ClassVar[tuple[str, ...]] = ("forget", "write")
     convolution_bias: ClassVar[bool] = False
+    unit: ClassVar[tuple[str, ...]] = ("q", "k")
+    """Which of what is convolved is scaled to unit length, each head."""
     norm_epsilon: ClassVar[float] = 1e-6
     operation: ClassVar[Callable]
     """The kernel: (q, k, v, *operands, state, segments) -> (o, state, ...), over [B, T, H, K]."""
@@ -159,9 +162,8 @@ class MatrixLayer(Layer):
             x_BTC = linear(x_BTD, p[name], ops=ops)
             if name in self.convolved:
                 cache = f"{name}_conv"
-                given = {"state": (state or {}).get(cache), "segments": segments}
-                x_BTC, after[cache] = ops.short_convolution(x_BTC, p[cache], p.get(f"{cache}_bias"), **given)
-                x_BTC = ops.silu(x_BTC)
+                given = {"heads": heads if name in self.unit else None, "state": (state or {}).get(cache), "segments": segments}
+                x_BTC, after[cache] = short_convolution(x_BTC, p[cache], p.get(f"{cache}_bias"), silu=True, **given)
             return x_BTC.reshape(*x_BTC.shape[:2], heads, -1)
 
         q, k, v = projected("q", self.key_heads), projected("k", self.key_heads), projected("v", self.heads)
@@ -187,8 +189,8 @@ class MatrixLayer(Layer):
     def prepare(
         self, q_BTHK: Array, k_BTHK: Array, v_BTHV: Array, gates: dict[str, Array], *, ops: ModuleType
     ) -> tuple[Array, Array, Array]:
-        """Queries and keys to unit length."""
-        return ops.l2_normalise(q_BTHK), ops.l2_normalise(k_BTHK), v_BTHV
+        """As the operation takes them."""
+        return q_BTHK, k_BTHK, v_BTHV
 
     def operands(self, p: dict[str, Array], gates: dict[str, Array], x_BTD: Array, *, ops: ModuleType) -> tuple[Array, ...]:
         """What the operation takes after q, k and v: [B, T, H] or [B, T, H, V], and parameters [H] or [H, K].

@@ -31,6 +31,7 @@ class MLSTM(MatrixLayer):
 
     name = "mlstm"
     gates: ClassVar[tuple[str, ...]] = ("forget", "write")
+    unit = ()
     operation = staticmethod(kernel.mlstm)
     one_token = staticmethod(kernel.step)
 

@@ -52,6 +52,8 @@ class Palimpsa(MatrixLayer):
     prior: float = 1.0
     beta_start: Literal["one", "uniform"] = "one"
 
+    unit = ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.rank < 1:

@@ -21,16 +21,11 @@ class PalimpsaD(Palimpsa):
     """Convolutions on queries, keys and values, a skip, an output gate; see palimpsa.py and matrix.py for its options."""
 
     name = "palimpsa_d"
+    unit = ("q", "k")
 
     def write(self, gates: dict[str, Array], *, ops: ModuleType) -> Array:
         """A gate of its own."""
         return ops.sigmoid(gates["write"])
-
-    def prepare(
-        self, q_BTHK: Array, k_BTHK: Array, v_BTHV: Array, gates: dict[str, Array], *, ops: ModuleType
-    ) -> tuple[Array, Array, Array]:
-        """Queries and keys to unit length, values times the write gate."""
-        return super().prepare(ops.l2_normalise(q_BTHK), ops.l2_normalise(k_BTHK), v_BTHV, gates, ops=ops)
 
     def settings(self) -> dict[str, Any]:
         """The read-out's scale."""

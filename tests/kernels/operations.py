@@ -16,6 +16,9 @@ from kernels import arrays, launch
 from kernels.attention import State as AttentionState
 from kernels.attention import attention
 from kernels.attention import step as attention_step
+from kernels.convolution import State as ConvolutionState
+from kernels.convolution import short_convolution
+from kernels.convolution import step as convolution_step
 from kernels.delta_rule import delta_rule
 from kernels.delta_rule import step as delta_rule_step
 from kernels.linear_attention import State as LinearState
@@ -60,7 +63,7 @@ class Operation:
     state: Callable[[np.random.Generator, Sizes], tuple[np.ndarray, ...]]
     fixed: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
-    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "prior", "sign", "log_input", "log_a")  # float32 at least, whatever q's dtype
+    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "prior", "sign", "log_input", "log_a", "weight", "bias")  # float32 at least, whatever q's dtype
     backend: str = "chunked"
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
     comparable: Callable[[Any], tuple] = lambda state: state[:-1]  # the arrays of a state that hold numbers, in a form that compares
@@ -159,6 +162,16 @@ def rg_lru_state(random, sizes):
     return (random.standard_normal((B, H * K)),)
 
 
+def convolution_inputs(random, sizes):
+    B, T, H, K, _ = sizes
+    return {"x": random.standard_normal((B, T, H * K)), "weight": random.standard_normal((4, H * K)), "bias": random.standard_normal(H * K)}
+
+
+def convolution_state(random, sizes):
+    B, _, H, K, _ = sizes
+    return (random.standard_normal((B, 3, H * K)),)
+
+
 def attention_inputs(random, sizes):
     B, T, H, K, V = sizes
     q, k = (random.standard_normal((B, T, H, K)) for _ in range(2))
@@ -245,9 +258,20 @@ ATTENTION = Operation(
     comparable=attention_in_sight,
 )
 DELTA_RULE = Operation("delta_rule", delta_rule, delta_rule_step, delta_rule_inputs, LinearState, matrix_state)
+CONVOLUTION = Operation(
+    "convolution",
+    short_convolution,
+    convolution_step,
+    convolution_inputs,
+    ConvolutionState,
+    convolution_state,
+    fixed=("weight", "bias"),
+    options={"": {}, "silu": {"silu": True}, "unit": {"silu": True, "heads": 2}},
+)
 OPERATIONS = {
     "attention": Operation(**{**vars(ATTENTION), "options": {"": {}, "scale": {"scale": 0.1}}}),
     "sliding window": Operation(**{**vars(ATTENTION), "state": partial(attention_state, slots=5), "options": {"": {"window": 5}}}),
+    "convolution": CONVOLUTION,
     "delta_rule": Operation(**{**vars(DELTA_RULE), "inputs": without_decay(delta_rule_inputs)}),
     "delta_rule with decay": Operation(**{**vars(DELTA_RULE), "options": {"": {}, "scale": {"scale": 0.25}}}),
     "linear_attention": LINEAR,

@@ -14,9 +14,8 @@ from kernels import arrays
 TOLERANCE = 2e-6
 random = np.random.default_rng(0).standard_normal
 x_23, y_23, square = (random(s).astype(np.float32) for s in ((2, 3), (2, 3), (2, 5, 5)))
-x_BTHK, x_BTD, weight_WD, bias_D = (random(s).astype(np.float32) for s in ((2, 7, 3, 8), (2, 7, 6), (4, 6), (6,)))
+x_BTHK, x_BTD, bias_D = (random(s).astype(np.float32) for s in ((2, 7, 3, 8), (2, 7, 6), (6,)))
 indices = np.array([[2, 0], [1, 1]], np.int32)
-SEGMENTS = np.array([[-1, 3, 3, 3, -1, 3, 7], [0, 1, 1, -1, 1, -1, -1]], np.int32)
 
 
 def combine(a, b):
@@ -70,10 +69,6 @@ CASES = {
     "l2_normalise": (lambda o, x: o.l2_normalise(x), x_BTD),
     "rope": (lambda o, x: o.rope(x, o.arange(7, x)) + o.rope(x, o.arange(7, x)[None] + 3, fraction=0.5, base=100.0), x_BTHK),
     "softmax_cross_entropy": (lambda o, x: o.softmax_cross_entropy(x, o.array(indices, o.int32, x)), square[:, :2]),
-    "short_convolution": (lambda o, x, w, b: o.short_convolution(x, w, b)[0], x_BTD, weight_WD, bias_D),
-    "short_convolution segments": (
-        lambda o, x, w: o.concatenate(_convolution_and_state(o, x, w, o.array(SEGMENTS, o.int32, x)), 1), x_BTD, weight_WD
-    ),
 }  # fmt: skip
 
 
@@ -85,11 +80,6 @@ def _scan(o, x, y):
     carry, (a, b) = o.scan(lambda c, r: (c * r[0] + r[1], (c, c * r[0])), x[0], (x, y))
     carry2, c = o.scan(lambda c, r: (c + o.sin(c * r), c), y[0], x, reverse=True)
     return carry, a, b, carry2, c
-
-
-def _convolution_and_state(o, x, w, segments):
-    y, state = o.short_convolution(x, w, segments=segments)
-    return y, state.inputs_BWD
 
 
 def torch_value_and_gradients(function, inputs):
@@ -134,7 +124,7 @@ def test_both_have_the_same_names():
     used = {n for n in names[0] & names[1]}
     frameworks = {"torch", "F", "FakeTensor", "checkpoint", "ast", "contextlib", "jax", "jnp"}
     assert names[0] ^ names[1] <= frameworks, names[0] ^ names[1]
-    assert {"einsum", "short_convolution", "custom_gradient", "while_loop"} <= used
+    assert {"einsum", "rms_norm", "custom_gradient", "while_loop"} <= used
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -193,25 +183,6 @@ def test_custom_gradient(other):
     torch.compile(f, fullgraph=True, backend="aot_eager")(x, y).backward()
     np.testing.assert_allclose(x.grad, eager, rtol=1e-6)
     assert np.isfinite(jax.jit(f_jax)(x_23, y_23))
-
-
-def test_the_convolution_skips_padding_and_stays_in_its_segment():
-    """Against each document convolved alone, split anywhere into two calls."""
-    ops = arrays.load("torch")
-    x, w = torch.tensor(x_BTD), torch.tensor(weight_WD)
-    segments = torch.tensor(SEGMENTS)
-    y, state = ops.short_convolution(x, w, segments=segments)
-    for b in range(2):
-        assert (y[b, segments[b] < 0] == 0).all()
-        for document in set(SEGMENTS[b]) - {-1}:
-            here = segments[b] == document
-            alone, _ = ops.short_convolution(x[b : b + 1, here], w)
-            torch.testing.assert_close(y[b, here], alone[0])
-    for cut in range(1, 7):
-        first, middle = ops.short_convolution(x[:, :cut], w, segments=segments[:, :cut])
-        second, end = ops.short_convolution(x[:, cut:], w, state=middle, segments=segments[:, cut:])
-        torch.testing.assert_close(torch.cat((first, second), 1), y)
-        torch.testing.assert_close(end, state)
 
 
 def test_importing_kernels_imports_no_framework():

@@ -12,7 +12,9 @@ from tests.kernels.operations import BACKEND, DTYPES, OPERATIONS, TOLERANCES
 VARIANTS = [(name, option) for name, operation in OPERATIONS.items() for option in operation.options]
 SIZES = {"one token": (2, 1, 2, 16, 16), "odd": (2, 37, 2, 16, 24), "48": (1, 70, 3, 48, 16), "chunks": (1, 131, 1, 16, 48)}
 every_variant = pytest.mark.parametrize(("name", "option"), VARIANTS)
-every_gated = pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("attention", "sliding window", "delta_rule")])
+every_gated = pytest.mark.parametrize(
+    "name", [name for name in OPERATIONS if name not in ("attention", "convolution", "sliding window", "delta_rule")]
+)
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 both_frameworks = pytest.mark.skipif(BACKEND in ("triton", "pallas"), reason="a device's kernels take one framework's arrays")
 
@@ -218,8 +220,8 @@ def test_padding_and_batch_change_nothing(name):
 def test_a_state_goes_on_with_its_own_document_only(name):
     operation, options = settings(name)
     xs, state = make(operation, SIZES["odd"])
-    fresh = call(operation, to_torch(operation, xs, None, "float32")[0], None, None, **options)[0]
     ids = torch.full(SIZES["odd"][:2], 7, dtype=torch.int32)
+    fresh = call(operation, to_torch(operation, xs, None, "float32")[0], None, ids, **options)[0]
     results = {}
     for own in (7, 3, -1):
         given, start = to_torch(operation, xs, state, "float32", ids=np.full(2, own))
@@ -290,9 +292,10 @@ def test_a_wrong_shape_is_one_sentence(name):
     operation, options = settings(name)
     xs, _ = make(operation, SIZES["odd"])
     given, _ = to_torch(operation, xs, None, "float32")
-    last = [n for n in given if n not in operation.fixed][-1]
+    *others, last = [n for n in given if n not in operation.fixed]
+    short = given[last][:, 1:] if others else given[last][..., 1:]
     with pytest.raises(ValueError, match=f"{operation.name}: .* must"):
-        call(operation, given | {last: given[last][:, 1:]}, None, None, **options)
+        call(operation, given | {last: short}, None, None, **options)
     if BACKEND == "pallas":
         return  # JAX has no int64 to refuse
     with pytest.raises(ValueError, match="segments is int64; document ids must be int32"):
