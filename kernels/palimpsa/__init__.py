@@ -12,15 +12,24 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, launch, shapes
 from kernels.palimpsa import chunked, reference
 from kernels.palimpsa.reference import State, step
 
 __all__ = ["State", "palimpsa", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.palimpsa, "reference": reference.palimpsa}
-kernels.offer("palimpsa", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    from kernels.palimpsa import triton  # when it is first called; an import statement, so that torch.compile can trace it
+
+    return triton.palimpsa(*arguments, **options)
+
+
+ARRAY_FORMS = {"chunked": chunked.palimpsa, "reference": reference.palimpsa}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
+kernels.offer("palimpsa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": launch.refusal})
 
 
 def palimpsa(

@@ -16,6 +16,7 @@ the largest at log decays about -5, by more than itself at -20, and it carries r
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, G = B H.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from kernels import arrays, chunks, segmentation
@@ -26,6 +27,12 @@ Array = Any  # torch.Tensor or jax.Array
 
 def palimpsa(q, k, v, beta, log_decay, prior, *, scale=1.0, state=None, segments=None, chunk: int | None = None) -> tuple[Array, State]:
     """See `kernels.palimpsa.palimpsa`; `chunk` is the chunk's length."""
+    options = {"scale": float(scale), "chunk": chunk or min(q.shape[1], CHUNK)}
+    return gated(differentiable, q, k, v, beta, log_decay, prior, state, segments, **options)
+
+
+def gated(differentiable: Callable, q, k, v, beta, log_decay, prior, state, segments, **options) -> tuple[Array, State]:
+    """`differentiable`(q, k, v, beta, log_decay, prior, M, J, **options) -> (o, M, J), with documents said by the gates alone."""
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state
     dtype = state.M_BHKV.dtype
@@ -33,7 +40,6 @@ def palimpsa(q, k, v, beta, log_decay, prior, *, scale=1.0, state=None, segments
     if padding is not None:
         k, v = (ops.where(padding[..., None], 0.0, x) for x in (k, v))
     beta, prior = ops.cast(beta, dtype), ops.cast(prior, dtype)
-    options = {"scale": float(scale), "chunk": chunk or min(q.shape[1], CHUNK)}
     o, M, J = differentiable(q, k, v, beta, log_decay, prior, state.M_BHKV, state.J_BHKV, **options)
     return o if padding is None else ops.where(padding[..., None], 0.0, o), State(M, J, last_B)
 
