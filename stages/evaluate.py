@@ -522,7 +522,9 @@ def _collect(out: Path, wanted: list[Unit | TaskUnit], key: str) -> dict[str, st
     import pyarrow as pa
 
     def together(name: str, units: list[Any]) -> pa.Table:
-        return pa.concat_tables([schemas.read(out / unit.name / f"{name}.parquet", name) for unit in units])
+        return pa.concat_tables(
+            [schemas.schema(name).empty_table(), *(schemas.read(out / unit.name / f"{name}.parquet", name) for unit in units)]
+        )
 
     sets, tasks = [unit for unit in wanted if isinstance(unit, Unit)], [unit for unit in wanted if isinstance(unit, TaskUnit)]
     tables = {"perplexity": _set(together("perplexity", sets), "setting", [unit.setting for unit in sets])}
