@@ -39,7 +39,9 @@ def spec_of(folder: Path, **more: Any) -> Spec:
 def do(spec: Spec, folder: Path, out: Path, **changes: Any) -> list[str]:
     """Run; the units that were made, not taken."""
     before = {path.parent.name: path.stat().st_ino for path in out.glob("*/items.parquet")}
-    files = {name: [str(folder / f"{name.split('.')[0]}.parquet")] for name in spec.parameters["tasks"]} | {"needle.text": [str(folder / "essay.txt")]}
+    files = {name: [str(folder / f"{name.split('.')[0]}.parquet")] for name in spec.parameters["tasks"]} | {
+        "needle.text": [str(folder / "essay.txt")]
+    }
     settings = {"sources": {name: paths for name, paths in files.items() if Path(paths[0]).exists()}}
     items.run(spec, out, {"vocabulary": folder / "vocabulary"}, context(settings=settings, **changes)[0])
     return sorted(path.parent.name for path in out.glob("*/items.parquet") if before.get(path.parent.name) != path.stat().st_ino)
@@ -82,7 +84,9 @@ def test_a_haystack_of_text(folder, tmp_path):
     text = {"pin": sources.pin([str(folder / "essay.txt")])}
     spec = spec_of(folder, needle={"schema": "recall", "generate": NEEDLE | {"haystack": "text", "text": text}, "code": 1})
     do(spec, folder, tmp_path / "out")
-    assert "It was a dark night. It was a dark" in schemas.read(tmp_path / "out" / "needle" / "items.parquet", "recall")["context"][0].as_py()
+    assert (
+        "It was a dark night. It was a dark" in schemas.read(tmp_path / "out" / "needle" / "items.parquet", "recall")["context"][0].as_py()
+    )
 
 
 def test_files_that_are_not_the_pinned_ones_are_refused(folder, tmp_path):

@@ -11,7 +11,11 @@ from stages.tasks.entry import PROMPTS, Generated
 from stages.tasks.generate import generate, largest
 
 ESSAY = " ".join(f"Sentence number {n} of an essay tells of {word}s." for n, word in enumerate(words.lists()["nouns"]))
-KINDS = {"words": r"[a-z]+-[a-z]+", "numbers": r"[1-9]\d{6}", "uuids": r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"}
+KINDS = {
+    "words": r"[a-z]+-[a-z]+",
+    "numbers": r"[1-9]\d{6}",
+    "uuids": r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
+}
 ALL = [
     {"make": "niah", "length": 512},
     {"make": "niah", "length": 700, "haystack": "text", "text": {"files": ["-"]}, "keys": 4, "values": 2, "queries": 2},
@@ -93,7 +97,10 @@ def test_variables_follow_their_chain(tokenizer):
         holds: dict[str, str] = {}
         for name, value, of in re.findall(r"VAR ([A-Z]+) = (?:(\d+)|VAR ([A-Z]+))\.", row["context"]):
             holds[name] = value or holds[of]  # assigned before it is used
-        assert sorted(row["answers"]) == sorted(name for name, value in holds.items() if value == number and len(name) == 5) and len(row["answers"]) == 4
+        assert (
+            sorted(row["answers"]) == sorted(name for name, value in holds.items() if value == number and len(name) == 5)
+            and len(row["answers"]) == 4
+        )
         assert f"{number}, they are:" in row["question"] and row["context"].count("they are:") == 1  # one example precedes
 
 
