@@ -94,6 +94,12 @@ def decay(log_decay_1C: Array, sign_1C: Array | None) -> Decay:
     return Decay(weight_CC, since_start_C1, to_end_C1, since_start_C1[C - 1 :, :])
 
 
+def no_decay(C: int) -> Decay:
+    """That of gates that are all 1."""
+    ones = jnp.ones((C, 1), jnp.float32)
+    return Decay(jnp.where(token(C, 1) <= token(C, 0), 1.0, 0.0), ones, ones, ones[:1])
+
+
 def _alternate(count: Array) -> Array:
     """1 for even counts, -1 for odd ones."""
     return 1.0 - 2.0 * (count - 2.0 * jnp.floor(count * 0.5))
@@ -111,3 +117,25 @@ def decay_gradient(pairs_CC: Array, since_start_C1: Array, to_end_C1: Array, thr
 def total(x: Array) -> Array:
     """The sum of all, [1, 1]."""
     return jnp.sum(jnp.sum(x, axis=1, keepdims=True), axis=0, keepdims=True)
+
+
+def inverse_unit_lower(x_CC: Array, *, precise: int) -> Array:
+    """The inverse of a unit lower triangle; only what lies below the diagonal is read.
+
+    Blocks on the diagonal are inverted, their size doubling: [[P, 0], [R, Q]] has the inverse [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. As stable as
+    substitution, where powers of x would not be.
+    """
+    C = x_CC.shape[0]
+    t, s = token(C, 0), token(C, 1)
+    inverse = jnp.where(t == s, 1.0, 0.0)
+    size = 1
+    while size < C:
+        beside = (
+            (jax.lax.div(t, 2 * size) == jax.lax.div(s, 2 * size)) & (jax.lax.rem(t, 2 * size) >= size) & (jax.lax.rem(s, 2 * size) < size)
+        )
+        below = jnp.where(beside, x_CC, 0.0)
+        if size > 1:
+            below = dot(dot(inverse, below, precise=precise), inverse, precise=precise)
+        inverse = inverse - below
+        size *= 2
+    return inverse

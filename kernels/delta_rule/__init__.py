@@ -10,7 +10,7 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, launch, shapes
+from kernels import arrays, launch, mosaic, shapes
 from kernels.delta_rule import chunked, reference
 from kernels.linear_attention.reference import State
 
@@ -26,7 +26,7 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 
 
 ARRAY_FORMS = {"chunked": chunked.delta_rule, "reference": reference.delta_rule}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("delta_rule")}
 
 
 def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
@@ -37,7 +37,8 @@ def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
     return reason
 
 
-kernels.offer("delta_rule", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": refusal})
+FUSED = {"triton": refusal, "pallas": mosaic.refusal}
+kernels.offer("delta_rule", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
 
 
 def delta_rule(
