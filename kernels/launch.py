@@ -12,6 +12,7 @@ from typing import Any
 
 from kernels import arrays
 
+INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on the CPU, slowly: tests."""
 
@@ -64,7 +65,7 @@ def recording() -> Iterator[list[Launch]]:
 
 def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
     """Why no Triton kernel runs on such arrays here; None where one does. An operation adds its own reasons."""
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "triton is not installed (pip install triton)"
     if INTERPRETED:
         return (

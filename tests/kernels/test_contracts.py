@@ -41,7 +41,7 @@ def test_parity_with_the_reference_in_float64(name, option, size, dtype):
     operation, options = settings(name, option)
     xs, state = make(operation, SIZES[size])
     if dtype == "bfloat16":  # the reference on the inputs as rounded
-        xs = {n: x if n in operation.float32 else torch.tensor(x).bfloat16().double().numpy() for n, x in xs.items()}
+        xs = {n: x if n in operation.float32 else torch.tensor(x).bfloat16().double().cpu().numpy() for n, x in xs.items()}
     segments = split_documents(*SIZES[size][:2])
     reference = run_torch(operation, xs, state, segments, "float64", "reference", **options)
     compare(run_torch(operation, xs, state, segments, dtype, operation.backend, **options), reference, TOLERANCES[dtype])
