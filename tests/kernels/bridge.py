@@ -64,8 +64,8 @@ def _compiled(call: Callable, names: tuple[str, ...], kind: Any, options: tuple)
 
 def _to_jax(x: torch.Tensor) -> Any:
     if x.dtype == torch.bfloat16:
-        return jnp.asarray(x.detach().float().numpy(), jnp.bfloat16)
-    return jnp.asarray(x.detach().numpy())
+        return jnp.asarray(x.detach().float().cpu().numpy(), jnp.bfloat16)
+    return jnp.asarray(x.detach().cpu().numpy())
 
 
 def _to_torch(x: Any) -> torch.Tensor:
