@@ -132,6 +132,14 @@ class Model:
         params: by the names of `table`, float32. dtype: of the activations (None: the parameters'). states: of `initial_state` or of an
         earlier call; None starts fresh. transform: (block, layer) -> block, applied to each block's function (compilation, recomputation).
         """
+        x, after, means = self.through_blocks(params, tokens, states, segments, dtype=dtype, transform=transform)
+        return self.normalise(params, x), after, means
+
+    def through_blocks(
+        self, params: Mapping[str, Array], tokens: Array, states: list[State] | None = None, segments: Array | None = None, *,
+        dtype: Any = None, transform: Callable[[Callable, Layer], Callable] | None = None,
+    ) -> tuple[Array, list[State], dict[str, Array]]:  # fmt: skip
+        """`stream` before its last norm."""
         ops = self.ops
         if segments is not None:
             segments = ops.array(segments, ops.int32, params["embedding"])
@@ -144,8 +152,7 @@ class Model:
             after.append(state)
             for name, value in record.items():
                 scalars.setdefault(name, []).append(value)
-        means = {name: ops.mean(ops.stack(values), 0) for name, values in scalars.items()}
-        return self.normalise(params, x), after, means
+        return x, after, {name: ops.mean(ops.stack(values), 0) for name, values in scalars.items()}
 
     def embed(self, params: Mapping[str, Array], tokens: Array, dtype: Any = None) -> Array:
         """The stream before the first block, [..., D]."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+MANY = 1 << 24
+"""Parameters that are worth drawing by several threads."""
 
 Initialiser = Callable[[np.random.Generator, tuple[int, ...], int], np.ndarray]
 """(random stream, shape, number of blocks) -> float32 values."""
@@ -92,4 +97,10 @@ def initialise(table: Mapping[str, Parameter], *, seed: int, blocks: int) -> dic
     def stream(name: str) -> np.random.Generator:
         return np.random.default_rng([seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")])
 
-    return {name: parameter.init(stream(name), parameter.shape, blocks) for name, parameter in table.items()}
+    def initial(name: str) -> np.ndarray:
+        return table[name].init(stream(name), table[name].shape, blocks)
+
+    if count(table) < MANY:
+        return {name: initial(name) for name in table}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(table, pool.map(initial, table), strict=True))

@@ -92,6 +92,7 @@ class Trainer:
         self.ahead = 0 if self.device.type == "cpu" else 1
         """How many steps may wait on the device while the host goes on."""
         self._compile, self._blocks = compile and self.device.type != "cpu", {}
+        self._normalise = torch.compile(model.normalise, dynamic=False) if self._compile else model.normalise
         self._copies = None if self.device.type == "cpu" else torch.cuda.Stream()
         self.team = team or Team()
         if optimizer is not None:
@@ -151,7 +152,9 @@ class Trainer:
         self, model: Model, tokens_BT1: torch.Tensor, segments_BT: torch.Tensor | None, weight_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """(weighted sum of the negative log likelihoods, each of them [B, T], the layers' scalars)."""
-        x_BTD, _, record = model.stream(self.params, tokens_BT1[:, :-1], segments=segments_BT, dtype=self.dtype, transform=self._transform)
+        through = {"segments": segments_BT, "dtype": self.dtype, "transform": self._transform}
+        x_BTD, _, record = model.through_blocks(self.params, tokens_BT1[:, :-1], **through)
+        x_BTD = self._normalise({"final_norm": self.params["final_norm"]}, x_BTD)
         target_N = tokens_BT1[:, 1:].reshape(-1).long()
         total, nll_N = head_loss(x_BTD.reshape(len(target_N), -1), self.params["embedding"], target_N, weight_BT.reshape(-1))
         return total, nll_N.reshape(weight_BT.shape), record

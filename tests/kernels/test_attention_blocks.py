@@ -18,7 +18,9 @@ def test_visited_blocks_hold_all_that_is_seen_and_whole_ones_nothing_else(T, win
     size = flexible.BLOCK * -(-T // flexible.BLOCK)
     behind = torch.arange(size)[:, None] - torch.arange(size)[None]
     seen = (behind >= 0) & (behind < (window or size))
-    some, all_ = (f(seen.reshape(-(-size // 128), 128, -(-size // 128), 128).transpose(1, 2).flatten(2), -1) for f in (torch.any, torch.all))
+    some, all_ = (
+        f(seen.reshape(-(-size // 128), 128, -(-size // 128), 128).transpose(1, 2).flatten(2), -1) for f in (torch.any, torch.all)
+    )
 
     def listed(counts, indices):
         there = torch.zeros(indices.shape[-2:], dtype=torch.bool)
