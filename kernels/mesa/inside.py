@@ -30,7 +30,7 @@ def once(a, b, sum, MODE: tl.constexpr):
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "BH"])
 def gradients(
     x, back, do, k, v, log_decay, beta, sign, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,

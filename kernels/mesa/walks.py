@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.mesa.products import decays, low_part, operand, power_of_two, product, row_scales, since_start, through, to_end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def starts(
     k, v, log_decay, beta, sign, begin, high, low, scale, last, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
@@ -65,7 +65,7 @@ def starts(
     tl.store(last + bh.to(tl.int64) * K * (V + K) + at_KW, S_KW, mask=real_KW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def ends(
     x, do, back, log_decay, sign, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
