@@ -12,7 +12,7 @@ from typing import Any
 import kernels
 from kernels import arrays, launch, mosaic, shapes
 from kernels.linear_attention import chunked, reference
-from kernels.linear_attention.reference import State, step
+from kernels.linear_attention.reference import State
 
 __all__ = ["State", "linear_attention", "step"]
 
@@ -80,3 +80,31 @@ def linear_attention(
     ops = arrays.of(q_BTHK)
     name = kernels.choose("linear_attention", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)
     return IMPLEMENTATIONS[name](q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, sign=sign, scale=scale, state=state, segments=segments)
+
+
+def step(
+    q_BHK: Array,
+    k_BHK: Array,
+    v_BHV: Array,
+    log_decay_BH: Array,
+    beta_BH: Array | None = None,
+    *,
+    sign: Array | None = None,
+    scale: float = 1.0,
+    state: State | None = None,
+    segment_B: Array | None = None,
+) -> tuple[Array, State]:
+    """One token in constant memory: o [B, H, V] and the state after it. Arguments as `linear_attention`'s without the time axis.
+
+    Where `linear_attention` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
+    """
+    given = (q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH)
+    run = reference.step
+    if not launch.traced(*given, None if state is None else state.S_BHKV):
+        ops = arrays.of(q_BHK)
+        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
+        if kernels.choose("linear_attention", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
+            from kernels.linear_attention import one_token  # when it is first called: importing kernels loads no framework
+
+            run = one_token.step
+    return run(*given, sign=sign, scale=scale, state=state, segment_B=segment_B)

@@ -24,8 +24,8 @@ from kernels.launch import divide_up, dot_precision, launch
 from kernels.linear_attention.walks import Gates, between, since_start, tile, to_end
 
 # Tiles of K and V, warps and stages by the inputs' dtype. The gradients take V whole.
-READ = {torch.bfloat16: (128, 128, 4, 2), torch.float32: (64, 64, 8, 1)}
-GRADIENTS = {torch.bfloat16: (64, 256, 8, 1), torch.float32: (32, 256, 8, 1)}
+READ = {torch.bfloat16: (128, 128, 4, 1), torch.float32: (64, 64, 8, 1)}
+GRADIENTS = {torch.bfloat16: (32, 256, 4, 3), torch.float32: (32, 256, 8, 1)}
 
 
 class Normaliser(NamedTuple):

@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels import tiles
 from kernels.launch import divide_up, dot_precision, launch
 
-WALK = (64, 64, 4, 3)  # tiles of K and V, warps and stages
+WALK = (128, 64, 8, 3)  # tiles of K and V, warps and stages
 
 
 class Gates(NamedTuple):
