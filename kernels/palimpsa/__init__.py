@@ -12,7 +12,7 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, launch, shapes
+from kernels import arrays, launch, mosaic, shapes
 from kernels.palimpsa import chunked, reference
 from kernels.palimpsa.reference import State, step
 
@@ -28,8 +28,9 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 
 
 ARRAY_FORMS = {"chunked": chunked.palimpsa, "reference": reference.palimpsa}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
-kernels.offer("palimpsa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": launch.refusal})
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("palimpsa")}
+FUSED = {"triton": launch.refusal, "pallas": mosaic.refusal}
+kernels.offer("palimpsa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
 
 
 def palimpsa(

@@ -31,8 +31,8 @@ def test_every_kernel_compiles_for_real_tpus(topology):
 
 @ahead
 def test_other_head_sizes_compile():
-    """Palimpsa's heads, small ones, and the largest: what is not a multiple of 128 is the compiler's to pad."""
-    sizes = [(16, 24), (48, 48), (64, 64), (96, 192), (256, 256)]
+    """Palimpsa's heads, and the largest: what is not a multiple of 128 is the compiler's to pad."""
+    sizes = [(48, 48), (96, 192), (256, 256)]
     requests = [Kernel(name, {"B": 1, "T": 333, "H": 2, "K": K, "V": V, "D": 2 * K}, backward=True) for name in NAMES for K, V in sizes]
     for request, found in zip(requests, jax_ahead.ask("v5e:2x2", requests), strict=True):
         assert found.error is None, (request, found.error)
