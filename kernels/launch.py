@@ -30,6 +30,32 @@ class Launch:
     stages: int
 
 
+_in_place = False
+
+
+@contextmanager
+def states_in_place() -> Iterator[None]:
+    """Inside, a one-token step may write the state after a token over the state before it: whoever asks has no more use for that one."""
+    global _in_place
+    before, _in_place = _in_place, True
+    try:
+        yield
+    finally:
+        _in_place = before
+
+
+def in_place() -> bool:
+    """Whether steps may write over the states that they are given."""
+    return _in_place
+
+
+def after(state: Any) -> Any:
+    """Memory for what takes a state's place; the state's own, where every program reads its part before it writes it, and may."""
+    import torch
+
+    return state if _in_place else torch.empty_like(state)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
     """Start `kernel` on the device of its tensors. arguments: tensors and integers; constants: its `tl.constexpr` parameters by name.
 
@@ -38,6 +64,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, 
     import torch
     from torch._subclasses import FakeTensor
 
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # what is not an opaque operation already runs by itself between compiled parts
     if _seen is not None:
         _seen.append(Launch(kernel, arguments, constants, warps, stages))
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]

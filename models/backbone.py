@@ -169,7 +169,7 @@ class Model:
         ops = self.ops
         weight_VD = ops.cast(params["embedding"], x.dtype)
         wide = ops.float64 if x.dtype == ops.float64 else ops.float32
-        logits = ops.einsum("...d,vd->...v", x, weight_VD, accumulate=wide)
+        logits = ops.matmul(x, ops.swapaxes(weight_VD, 0, 1), accumulate=wide)
         return ops.tanh(logits * (1 / SOFT_CAP)) * SOFT_CAP
 
     def forward(self, params: Mapping[str, Array], tokens_BT: Array, segments_BT: Array | None = None) -> Array:

@@ -152,8 +152,8 @@ def take_along(x: Array, indices: Array, axis: int) -> Array:
     return jnp.take_along_axis(x, indices, axis=axis)
 
 
-def update(x_BS: Array, index_B: Array, values_B: Array) -> Array:
-    """A copy of a cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole)."""
+def update(x_BS: Array, index_B: Array, values_B: Array, *, in_place: bool = False) -> Array:
+    """A cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole): a copy; in_place is torch's."""
     _same_dtype(x_BS, values_B)
     row_B = jnp.arange(index_B.shape[0]).reshape(-1, *[1] * (index_B.ndim - 1))
     return x_BS.at[row_B, index_B].set(values_B)

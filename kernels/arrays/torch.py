@@ -149,16 +149,17 @@ def take_along(x: Array, indices: Array, axis: int) -> Array:
     return torch.gather(x, axis, indices.long().expand(shape))
 
 
-def update(x_BS: Array, index_B: Array, values_B: Array) -> Array:
-    """A copy of a cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole)."""
+def update(x_BS: Array, index_B: Array, values_B: Array, *, in_place: bool = False) -> Array:
+    """A cache with x[b, index[b]] = values[b], or x[b, index[b, t]] = values[b, t] (trailing axes whole): a copy, or, in_place, itself."""
     _same_dtype(x_BS, values_B)
     row_B = torch.arange(index_B.shape[0], device=x_BS.device).reshape(-1, *[1] * (index_B.ndim - 1))
-    return x_BS.index_put((row_B, index_B.long()), values_B)
+    return (x_BS.index_put_ if in_place else x_BS.index_put)((row_B, index_B.long()), values_B)
 
 
 def largest_if_known(x: Array) -> int | None:
     """The largest entry of an integer array as a Python int; None while the program is being traced."""
-    return None if torch.compiler.is_compiling() or isinstance(x, FakeTensor) else int(x.max())
+    traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return None if traced else int(x.max())
 
 
 def argsort(x: Array) -> Array:
@@ -227,6 +228,8 @@ def matmul(a: Array, b: Array, *, accumulate: torch.dtype | None = None, precisi
     float32 product are exact. precision="highest" forbids TF32 and bfloat16 passes for float32 operands."""
     _same_dtype(a, b)
     if accumulate is not None and accumulate != a.dtype:
+        if a.dtype == bfloat16 and a.is_cuda and b.ndim == 2 and accumulate == float32 and not torch.is_grad_enabled():
+            return torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=float32).reshape(*a.shape[:-1], -1)
         a, b = a.to(accumulate), b.to(accumulate)
     with _exact(a, precision):
         return torch.matmul(a, b)
@@ -241,12 +244,16 @@ def einsum(equation: str, *arrays: Array, accumulate: torch.dtype | None = None,
         return torch.einsum(equation, *arrays)
 
 
+_MANY_ROWS = 4096
+"""What is worth splitting a weight for."""
+
+
 def wide_matmul(x: Array, weight: Array) -> Array:
     """x [..., I] @ weight [I, J] with a float32 weight, in float32 (float64 stays); for few columns, such as gates.
 
     bfloat16 x on a GPU: the weight as three bfloat16 parts side by side, so one product of the tensor cores, summed in float32, is exact.
     """
-    if x.dtype == bfloat16 and x.is_cuda:
+    if x.dtype == bfloat16 and x.is_cuda and x.numel() // x.shape[-1] >= _MANY_ROWS:
         (y,) = _wide_product(x.reshape(-1, x.shape[-1]), weight)
         return y.reshape(*x.shape[:-1], -1)
     wide = working_dtype(x)

@@ -8,7 +8,7 @@ Shapes: B batch, T time, S slots, H heads, K key size, V value size, A all that 
 
 from typing import Any, NamedTuple
 
-from kernels import arrays, segmentation
+from kernels import arrays, launch, segmentation
 
 Array = Any  # torch.Tensor or jax.Array
 
@@ -155,17 +155,23 @@ def step(
     slot_B = state.seen_B if window is None else state.seen_B % window
     room_B = slot_B < slots
     write_BS = (ops.arange(slots, q_BHK)[None] == slot_B[:, None]) & ~padding_B[:, None]
-    place_in = lambda cache, x: ops.where(write_BS[..., None, None], ops.cast(x, cache.dtype)[:, None], cache)  # noqa: E731
-    k, v = place_in(state.k_BSHK, k_BHK), place_in(state.v_BSHV, v_BHV)
+    k, v = ((x, ops.cast(new, x.dtype)) for x, new in ((state.k_BSHK, k_BHK), (state.v_BSHV, v_BHV)))
+    if launch.in_place() and segment_B is None:
+        k, v = (ops.update(cache, slot_B, x, in_place=True) for cache, x in (k, v))
+    else:
+        k, v = (ops.where(write_BS[..., None, None], x[:, None], cache) for cache, x in (k, v))
     position_BS = ops.where(reset_B[:, None], -1, state.position_BS)
     position_BS = ops.where(write_BS, state.seen_B[:, None], position_BS)
     seen_B = state.seen_B + ops.cast(~padding_B, ops.int32)
 
     scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
-    work = ops.working_dtype(q_BHK)
-    scores_BHS = ops.einsum("bhk,bshk->bhs", q_BHK, k, accumulate=work, precision="highest") * scale
     visible_BS = (position_BS >= 0) | padding_B[:, None]
-    weights_BHS = ops.softmax(ops.where(visible_BS[:, None], scores_BHS, -float("inf")), -1)
-    o = ops.cast(ops.einsum("bhs,bshv->bhv", weights_BHS, ops.cast(v, work), precision="highest"), v_BHV.dtype)
+    if ops.dtype_name(q_BHK) == "bfloat16" and ops.device(q_BHK) == "cuda":
+        o = ops.dot_product_attention(q_BHK[:, None], k, v, visible=visible_BS[:, None], scale=scale)[:, 0]
+    else:
+        work = ops.working_dtype(q_BHK)
+        scores_BHS = ops.einsum("bhk,bshk->bhs", q_BHK, k, accumulate=work, precision="highest") * scale
+        weights_BHS = ops.softmax(ops.where(visible_BS[:, None], scores_BHS, -float("inf")), -1)
+        o = ops.cast(ops.einsum("bhs,bshv->bhv", weights_BHS, ops.cast(v, work), precision="highest"), v_BHV.dtype)
     o = ops.where(padding_B[:, None, None], 0.0, ops.where(room_B[:, None, None], o, float("nan")))
     return o, State(k, v, position_BS, seen_B, last_B)

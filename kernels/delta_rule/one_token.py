@@ -11,7 +11,7 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from kernels import arrays, segmentation
-from kernels.launch import divide_up, launch
+from kernels.launch import after, divide_up, launch
 from kernels.linear_attention.reference import State, fresh
 
 Array = Any  # torch.Tensor
@@ -25,7 +25,7 @@ def step(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segment_B=None
     q, k, v, beta, S, last = (x.contiguous() for x in (q, k, v, beta, *state))
     log_decay, segment_B = (None if x is None else x.contiguous() for x in (log_decay, segment_B))
     (B, H, K), V = q.shape, v.shape[-1]
-    o, S_after, last_after = torch.empty_like(v), torch.empty_like(S), torch.empty_like(last)
+    o, S_after, last_after = torch.empty_like(v), after(S), torch.empty_like(last)
     BK, BV = max(16, next_power_of_2(K)), min(32, max(16, next_power_of_2(V)))
     grid = (divide_up(V, BV), B * H)
     given = (q, k, v, beta, log_decay, S, segment_B, last)

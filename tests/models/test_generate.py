@@ -116,3 +116,32 @@ def test_mistakes_are_named():
         generate(model, params, np.zeros((1, 0), int), 3)
     with pytest.raises(ValueError, match="temperature is -1"):
         generate(model, params, np.array([[1]]), 3, temperature=-1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_states_in_place_go_on_as_states_made_anew(name):
+    """What a GPU captures: the same memory at every step, but where full attention's cache was made larger."""
+    from models.backends.torch import Decoder
+
+    model, params = model_and_params(name)
+    prompt, random = np.random.default_rng(0).integers(0, 40, (2, 5)), np.random.default_rng(1)
+    anew, kept = Decoder(model, params), Decoder(model, params, in_place=True)
+    assert (anew.prefill(prompt) == kept.prefill(prompt)).all()
+    places = set()
+    for _ in range(9):
+        token = random.integers(0, 40, 2)
+        assert kept.step(token) == pytest.approx(anew.step(token), rel=1e-4, abs=1e-5)
+        places.add(tuple(value.data_ptr() for value in torch.utils._pytree.tree_leaves(kept.states)))
+    assert len(places) == (2 if name == "attention" else 1)
+
+
+def test_rounded_weights_keep_gates_and_norms():
+    from models.backends.torch import Decoder
+
+    model, params = model_and_params("mesa")
+    decoder = Decoder(model, params, dtype=torch.bfloat16)
+    rounded = {name for name, value in decoder.params.items() if value.dtype == torch.bfloat16}
+    assert {name.split(".")[-1] for name in rounded} == {"embedding", "q", "k", "v", "q_conv", "k_conv", "out", "gate", "up", "down"}
+    prompt = np.random.default_rng(0).integers(0, 40, (2, 5))
+    assert np.abs(decoder.prefill(prompt) - Decoder(model, params).prefill(prompt)).max() < 0.3
+    assert np.isfinite(decoder.step(np.array([1, 2]))).all()
