@@ -166,7 +166,9 @@ def _matches(fs: AbstractFileSystem, path: str, url: str) -> list[str]:
     except Exception as error:  # each protocol's package has errors of its own
         raise ValueError(f"{url} cannot be listed ({type(error).__name__}: {error}). Is it reachable from here?") from error
     if not found:
-        raise ValueError(f"{url} stands for no file. Check data.sources in params.yaml (relative paths are seen from the study's folder).")
+        raise ValueError(
+            f"{url} stands for no file. Check data.sources and tasks in params.yaml (relative paths are seen from the study's folder)."
+        )
     return found
 
 

@@ -89,4 +89,9 @@ def small(params: dict[str, Any]) -> dict[str, Any]:
     params["vocabulary"] |= {"size": 300, "megabytes": 0.2}
     for source in params["data"]["sources"].values():
         source["files"] = [f"pipelines/nano/{name}" for name in source["files"]]
+    for task in params["tasks"].values():
+        if "items" in task:
+            task["items"]["files"] = [f"pipelines/nano/{name}" for name in task["items"]["files"]]
+        else:
+            task["generate"]["samples"] = 4
     return params
