@@ -53,7 +53,7 @@ def loss_and_gradient(
         chunk = slice(start, start + rows)
         x, target, weight = x_ND[chunk], target_N[chunk, None], weight_N[chunk, None]
         # 30 tanh(z / 30) = 60 s - 30 with s = sigmoid(z / 15), which is six times faster; a softmax does not see the -30
-        s = _product(x, matrix_VD.T).mul_(2 / SOFT_CAP).sigmoid_()
+        s = product(x, matrix_VD.T).mul_(2 / SOFT_CAP).sigmoid_()
         p = s * (2 * SOFT_CAP)
         torch.softmax(p, -1, out=p)  # logits differ by 60 at most: no probability underflows
         nll_N[chunk] = -p.gather(-1, target)[:, 0].log()
@@ -61,11 +61,11 @@ def loss_and_gradient(
             dlogits = p.mul_(4 * weight).scatter_add_(-1, target, -4 * weight)
             dlogits = dlogits.mul_(s.addcmul_(s, s, value=-1)).to(x.dtype)  # d logits / d z = 4 s (1 - s)
             dx_ND[chunk] = dlogits @ matrix_VD
-            dembedding_VD += _product(dlogits.T, x)
+            dembedding_VD += product(dlogits.T, x)
     return nll_N, dx_ND, dembedding_VD
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, summed and returned in float32."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)

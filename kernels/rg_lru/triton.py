@@ -19,7 +19,9 @@ from kernels.launch import divide_up, launch
 from kernels.rg_lru import chunked
 from kernels.rg_lru.reference import State
 
-TOKENS, CHANNELS, STAGES, WARPS = 64, 32, 4, 2
+CHANNELS = 32
+FORWARD, BACKWARD = (128, 3, 4), (64, 3, 4)
+"""Tokens of a tile, tiles on their way, warps."""
 
 
 def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = None) -> tuple[Any, State]:
@@ -30,7 +32,8 @@ def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = No
 def forward(x, log_a, h_BD):
     B, T, D = x.shape
     out, last = torch.empty_like(x), torch.empty_like(h_BD)
-    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
+    C, stages, warps = FORWARD
+    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=C, BLOCK=CHANNELS, STAGES=stages, warps=warps)
     return (out, last), ()
 
 
@@ -40,7 +43,8 @@ def backward(inputs, residuals, gradients):
     B, T, D = x.shape
     dx, dlog_a, dh_BD = torch.empty_like(x), torch.empty_like(log_a), torch.empty_like(h_BD)
     given = (dout.contiguous(), dlast.contiguous(), log_a, out, h_BD)
-    launch(_backward, (divide_up(D, CHANNELS), B), *given, dx, dlog_a, dh_BD, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
+    C, stages, warps = BACKWARD
+    launch(_backward, (divide_up(D, CHANNELS), B), *given, dx, dlog_a, dh_BD, T, D, C=C, BLOCK=CHANNELS, STAGES=stages, warps=warps)
     return dx, dlog_a, dh_BD
 
 

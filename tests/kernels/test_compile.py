@@ -22,6 +22,7 @@ if launch.INTERPRETED:
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes a block may hold on sm_90
@@ -35,6 +36,8 @@ def source(seen: launch.Launch) -> ASTSource:
     for place, (name, value) in enumerate(zip(seen.kernel.arg_names, seen.arguments, strict=False)):
         if value is None or (type(value) is int and value == 1):
             constants[name] = value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -90,3 +93,24 @@ def test_kernels_compile_for_hopper(name: str, size: str, dtype: str, tmp_path: 
         used = resources(seen, tmp_path)
         assert used["shared"] <= SHARED, (seen.kernel.__name__, used)
         assert used["stack"] <= (0 if dtype == "bfloat16" else 1024), (seen.kernel.__name__, used)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_heads_loss_compiles_for_hopper(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.head_loss import triton as head
+
+    seen = []
+    monkeypatch.setattr(
+        head,
+        "launch",
+        lambda kernel, grid, *given, warps, stages=2, **options: seen.append(launch.Launch(kernel, given, options, warps, stages)),
+    )
+    x, embedding, weight = torch.ones(256, 768, dtype=dtype), torch.ones(500, 768), torch.ones(256)
+    head.loss_and_gradient(x, embedding, torch.zeros(256, dtype=torch.int64), weight, differentiate=False)
+    monkeypatch.setattr(head, "_add_product", lambda to, a, b: None)
+    monkeypatch.setattr(head.chunked, "product", lambda a, b: a.float() @ b.float())
+    head.loss_and_gradient(x, embedding, torch.zeros(256, dtype=torch.int64), weight, differentiate=True)
+    assert len(seen) == 4
+    for launched in seen:
+        used = resources(launched, tmp_path)
+        assert used["shared"] <= SHARED and used["stack"] <= (0 if dtype == torch.bfloat16 else 1024), (launched.kernel.__name__, used)
