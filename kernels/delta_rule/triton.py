@@ -1,21 +1,21 @@
-"""The delta rule in Triton: what a chunk does by itself, a walk over the states between chunks, and both again for the gradient.
+"""The delta rule in Triton: what a chunk does by itself, and a walk over the states between chunks, forwards and backwards.
 
 In a chunk with starting state S, with D the decay between its tokens, c from its start and z to its end, the error e that a token corrects
 solves a unit lower triangle (`kernels.delta_rule.chunked`, with u = beta e and so without a division by beta anywhere):
 
     (I + L beta) E = V - c (K S)        L = K K^T * D below the diagonal        U = beta E
-    O = scale c (Q S) + P U             P = scale Q K^T * D                     S' = c_C S + (z K)^T U
+    S' = c_C S + (z K)^T U              P = scale Q K^T * D                     O = scale c (Q S) + P U
 
-`_within` makes the inverse and P of every chunk at once, `_walk` runs through the chunks with S in registers; backward, `_walk_back` carries
-dS the other way and leaves dV, and `_within_back` has everything else, again every chunk at once:
+`_triangles` makes the inverse for every chunk at once, `_walk` runs through the chunks with S in registers, `_read` makes the outputs, again
+every chunk at once. Backward, `_walk_back` carries dS the other way and leaves dV; `_within_back` has everything else:
 
     dU = P^T dO + z (K dS')             dV = (I + L beta)^-T beta dU            dS = c_C dS' + (scale c Q)^T dO - (c K)^T dV
     X = P * dO E^T - L * dV E^T         dbeta = sum_t X + z k (E dS'^T)         d log D = X beta
 
-Kept for the gradient: the inverse, P, E and the chunks' starting states, in q's dtype; products are of q's dtype and sums float32.
+Kept for the gradient: L, the inverse, P, E and the chunks' starting states, in q's dtype; products are of q's dtype and sums float32.
 
-Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = B H. BK is K filled up to a power of two, BV a
-tile of V. A chunk's gates are five rows of C: beta, c, z, and the sum and document that D is made of (`kernels.tiles.decay_sums`).
+Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = B H. BK is K filled up to a power of two or a tile
+of it, BV a tile of V. A chunk's gates are five rows of C: beta, c, z, and the sum and document that D is made of (`tiles.decay_sums`).
 """
 
 from typing import Any
@@ -35,16 +35,18 @@ Array = Any  # torch.Tensor
 GATES = tl.constexpr(5)
 
 CHUNK = {torch.bfloat16: 64, torch.float32: 32}
-INVERSE = {torch.bfloat16: "tf32x3", torch.float32: "tf32x3"}
-TILES = {
-    ("within", torch.bfloat16): {"warps": 4, "stages": 1},
+INVERSE = {torch.bfloat16: "bf16x3", torch.float32: "tf32x3"}
+TILES = {  # BK, BV: the largest tile of keys and of values; without BK, keys are whole
+    ("triangles", torch.bfloat16): {"warps": 4, "stages": 1},
     ("walk", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
-    ("walk_back", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
-    ("within_back", torch.bfloat16): {"BV": 64, "warps": 8, "stages": 1},
-    ("within", torch.float32): {"warps": 4, "stages": 1},
+    ("read", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 1},
+    ("walk_back", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 2},
+    ("within_back", torch.bfloat16): {"BK": 64, "BV": 64, "warps": 4, "stages": 1},
+    ("triangles", torch.float32): {"warps": 4, "stages": 1},
     ("walk", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
+    ("read", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
     ("walk_back", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
-    ("within_back", torch.float32): {"BV": 32, "warps": 8, "stages": 1},
+    ("within_back", torch.float32): {"BK": 64, "BV": 32, "warps": 4, "stages": 1},
 }
 
 
@@ -76,6 +78,17 @@ def _square(x, chunk, C: tl.constexpr):
 
 
 @triton.jit
+def _product(a, b, precision: tl.constexpr):
+    """float32 operands: as tl.dot has it, or with both split in two bfloat16 numbers (relative errors of 2^-16)."""
+    if precision == "bf16x3":
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(a_high, b_high, acc=tl.dot(a_high, b_low, acc=tl.dot(a_low, b_high)))
+    else:
+        return tl.dot(a, b, input_precision=precision)
+
+
+@triton.jit
 def _halves_joined(x, a, size: tl.constexpr, precision: tl.constexpr):
     """Inverses of the unit lower triangles I + a, by diagonal blocks of `size`, to those by blocks of twice the size.
 
@@ -83,7 +96,7 @@ def _halves_joined(x, a, size: tl.constexpr, precision: tl.constexpr):
     """
     i = tl.arange(0, x.shape[-1]) // size
     below = (i[:, None] % 2 == 1) & (i[None, :] == i[:, None] - 1)
-    return x - tl.dot(tl.dot(x, tl.where(below, a, 0.0), input_precision=precision), x, input_precision=precision)
+    return x - _product(_product(x, tl.where(below, a, 0.0), precision), x, precision)
 
 
 @triton.jit
@@ -108,8 +121,8 @@ def _inverse_unit_lower(a_CC, precision: tl.constexpr):
 
 
 @triton.jit
-def _within(
-    q, k, beta, log_decay, inverse, scores, gates, T, H, K, scale,
+def _triangles(
+    k, beta, log_decay, overlaps, inverse, gates, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     n, m = tl.program_id(0), tl.program_id(1)
@@ -117,13 +130,11 @@ def _within(
     i = tl.arange(0, C)
     row_C, there_C = _rows(n, m, T, H, C)
     k_CK = _tile(k, row_C, there_C, 0, K, BK)
-    q_CK = _tile(q, row_C, there_C, 0, K, BK)
     beta_C = tl.load(beta + row_C, mask=there_C, other=0.0)
     gate = gates + chunk * GATES * C + i
     tl.store(gate, beta_C)
 
     overlap_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
-    score_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * scale
     if DECAYS:
         # The first token's decay is in c alone: what else happens in the chunk does not depend on whether it drops the state.
         log_C = tl.load(log_decay + row_C, mask=there_C, other=0.0)
@@ -136,22 +147,19 @@ def _within(
         tl.store(gate + 2 * C, tl.where(kept, tl.exp(tl.where(kept, all_sum - sum_C, 0.0)), 0.0))
         tl.store(gate + 3 * C, sum_C)
         tl.store(gate + 4 * C, document_C.to(tl.float32))
-        between_CC = decay_between(sum_C, document_C)
-        overlap_CC *= between_CC
-        score_CC *= between_CC
+        overlap_CC *= decay_between(sum_C, document_C)
 
-    score_CC = tl.where(i[:, None] >= i[None, :], score_CC, 0.0)
-    overlap_CC = tl.where(i[:, None] > i[None, :], overlap_CC * beta_C[None, :], 0.0)
-    inverse_CC = _inverse_unit_lower(overlap_CC, INVERSE)
+    overlap_CC = tl.where(i[:, None] > i[None, :], overlap_CC, 0.0)
+    tl.store(_square(overlaps, chunk, C), overlap_CC.to(overlaps.dtype.element_ty))
+    inverse_CC = _inverse_unit_lower(overlap_CC * beta_C[None, :], INVERSE)
     # The diagonal of 1 is left out: what it multiplies is added unrounded.
     inverse_CC = tl.where(i[:, None] > i[None, :], inverse_CC, 0.0)
     tl.store(_square(inverse, chunk, C), inverse_CC.to(inverse.dtype.element_ty))
-    tl.store(_square(scores, chunk, C), score_CC.to(scores.dtype.element_ty))
 
 
 @triton.jit
 def _walk(
-    q, k, v, inverse, scores, gates, first, o, e, starts, last, T, H, K, V, N, scale,
+    k, v, inverse, gates, first, e, starts, last, T, H, K, V, N,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v0, m = tl.program_id(0) * BV, tl.program_id(1)
@@ -165,28 +173,48 @@ def _walk(
         gate = gates + chunk * GATES * C + i
         k_CK = _tile(k, row_C, there_C, 0, K, BK)
         v_CV = _tile(v, row_C, there_C, v0, V, BV)
-        held_KV = S_KV.to(k_CK.dtype)
-        _put(starts + chunk * K * V, row_K, there_K, v0, V, held_KV)
-        held_CV = tl.dot(k_CK, held_KV, input_precision=PRECISION)
+        start_KV = S_KV.to(k_CK.dtype)
+        _put(starts + chunk * K * V, row_K, there_K, v0, V, start_KV)
+        held_CV = tl.dot(k_CK, start_KV, input_precision=PRECISION)
         if DECAYS:
-            c_C = tl.load(gate + C)
-            held_CV *= c_C[:, None]
+            held_CV *= tl.load(gate + C)[:, None]
         r_CV = v_CV.to(tl.float32) - held_CV
         e_CV = tl.dot(tl.load(_square(inverse, chunk, C)), r_CV.to(k_CK.dtype), acc=r_CV, input_precision=PRECISION)
         _put(e, row_C, there_C, v0, V, e_CV)
         u_CV = e_CV * tl.load(gate)[:, None]
-
-        q_CK = _tile(q, row_C, there_C, 0, K, BK)
-        o_CV = tl.dot(q_CK, held_KV, input_precision=PRECISION) * scale
-        if DECAYS:
-            o_CV *= c_C[:, None]
-        o_CV = tl.dot(tl.load(_square(scores, chunk, C)), u_CV.to(k_CK.dtype), acc=o_CV, input_precision=PRECISION)
-        _put(o, row_C, there_C, v0, V, o_CV)
         if DECAYS:
             u_CV *= tl.load(gate + 2 * C)[:, None]
             S_KV *= tl.load(gates + chunk * GATES * C + 2 * C - 1)
         S_KV = tl.dot(tl.trans(k_CK), u_CV.to(k_CK.dtype), acc=S_KV, input_precision=PRECISION)
     _put(last + head * K * V, row_K, there_K, v0, V, S_KV)
+
+
+@triton.jit
+def _read(
+    q, k, e, starts, gates, scores, o, T, H, K, V, N, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    v0, n, m = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
+    chunk = m.to(tl.int64) * N + n
+    i, row_K = tl.arange(0, C), tl.arange(0, BK)
+    row_C, there_C = _rows(n, m, T, H, C)
+    gate = gates + chunk * GATES * C + i
+    q_CK = _tile(q, row_C, there_C, 0, K, BK)
+    k_CK = _tile(k, row_C, there_C, 0, K, BK)
+    score_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * scale
+    if DECAYS:
+        score_CC *= decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C))
+    else:
+        score_CC = tl.where(i[:, None] >= i[None, :], score_CC, 0.0)
+    score_CC = score_CC.to(q_CK.dtype)
+    if tl.program_id(0) == 0:
+        tl.store(_square(scores, chunk, C), score_CC)
+    o_CV = tl.dot(q_CK, _tile(starts + chunk * K * V, row_K, row_K < K, v0, V, BV), input_precision=PRECISION) * scale
+    if DECAYS:
+        o_CV *= tl.load(gate + C)[:, None]
+    u_CV = _tile(e, row_C, there_C, v0, V, BV).to(tl.float32) * tl.load(gate)[:, None]
+    o_CV = tl.dot(score_CC, u_CV.to(q_CK.dtype), acc=o_CV, input_precision=PRECISION)
+    _put(o, row_C, there_C, v0, V, o_CV)
 
 
 @triton.jit
@@ -232,22 +260,20 @@ def _walk_back(
 
 @triton.jit
 def _within_back(
-    q, k, do, dv, e, starts, dends, gates, dq, dk, dbeta, dlog_decay, T, H, K, V, scale,
+    q, k, do, dv, e, starts, dends, overlaps, scores, gates, dq, dk, dbeta, dlog_decay, T, H, K, V, N, part_size, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, m = tl.program_id(0), tl.program_id(1)
-    chunk = m.to(tl.int64) * tl.num_programs(0) + n
-    i, row_K = tl.arange(0, C), tl.arange(0, BK)
+    part, n, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk = m.to(tl.int64) * N + n
+    i, row_K = tl.arange(0, C), part * BK + tl.arange(0, BK)
     there_K = row_K < K
     row_C, there_C = _rows(n, m, T, H, C)
-    k_CK = _tile(k, row_C, there_C, 0, K, BK)
 
     read_CC = tl.zeros((C, C), tl.float32)
     solved_CC = tl.zeros((C, C), tl.float32)
     dq_CK = tl.zeros((C, BK), tl.float32)
     dk_start_CK = tl.zeros((C, BK), tl.float32)
     dk_end_CK = tl.zeros((C, BK), tl.float32)
-    kept = 0.0
     for tile in range(TILES):
         v0 = tile * BV
         do_CV = _tile(do, row_C, there_C, v0, V, BV)
@@ -260,53 +286,56 @@ def _within_back(
         dq_CK = tl.dot(do_CV, tl.trans(start_KV), acc=dq_CK, input_precision=PRECISION)
         dk_start_CK = tl.dot(dv_CV, tl.trans(start_KV), acc=dk_start_CK, input_precision=PRECISION)
         dk_end_CK = tl.dot(e_CV, tl.trans(dend_KV), acc=dk_end_CK, input_precision=PRECISION)
-        if DECAYS:
-            kept += tl.sum(start_KV.to(tl.float32) * dend_KV.to(tl.float32))
 
-    q_CK = _tile(q, row_C, there_C, 0, K, BK)
+    q_CK = _tile(q, row_C, there_C, part * BK, K, BK)
+    k_CK = _tile(k, row_C, there_C, part * BK, K, BK)
     gate = gates + chunk * GATES * C + i
     beta_C = tl.load(gate)
     dq_CK *= scale
     if DECAYS:
         c_C = tl.load(gate + C)
-        z_C = tl.load(gate + 2 * C)
-        between_CC = decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C))
         dq_CK *= c_C[:, None]
         dk_start_CK *= c_C[:, None]
-        dk_end_CK *= z_C[:, None]
-    else:
-        between_CC = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+        dk_end_CK *= tl.load(gate + 2 * C)[:, None]
+        since_C = tl.sum(q_CK.to(tl.float32) * dq_CK, 1) - tl.sum(k_CK.to(tl.float32) * dk_start_CK, 1)
     through_C = tl.sum(k_CK.to(tl.float32) * dk_end_CK, 1)
-    if DECAYS:
-        since_C = tl.sum(q_CK.to(tl.float32) * dq_CK - k_CK.to(tl.float32) * dk_start_CK, 1)
     dk_CK = dk_end_CK * beta_C[:, None] - dk_start_CK
 
-    # read and solved become what reaches Q K^T and K K^T
-    read_CC = read_CC * between_CC * scale
-    solved_CC = tl.where(i[:, None] > i[None, :], -solved_CC * between_CC, 0.0)
-    pairs_CC = read_CC * tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
-    pairs_CC += solved_CC * tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
-    tl.store(dbeta + row_C, tl.sum(pairs_CC, 0) + through_C, mask=there_C)
-    read_CC = (read_CC * beta_C[None, :]).to(k_CK.dtype)
-    solved_CC = (solved_CC * beta_C[None, :]).to(k_CK.dtype)
-    dq_CK = tl.dot(read_CC, k_CK, acc=dq_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(read_CC), q_CK, acc=dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(solved_CC, k_CK, acc=dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(solved_CC), k_CK, acc=dk_CK, input_precision=PRECISION)
-    _put(dq, row_C, there_C, 0, K, dq_CK)
-    _put(dk, row_C, there_C, 0, K, dk_CK)
+    # What reaches Q K^T and K K^T
+    if DECAYS:
+        between_CC = decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C)) * beta_C[None, :]
+    else:
+        between_CC = tl.where(i[:, None] >= i[None, :], beta_C[None, :], 0.0)
+    dscore_CC = (read_CC * between_CC * scale).to(k_CK.dtype)
+    dq_CK = tl.dot(dscore_CC, k_CK, acc=dq_CK, input_precision=PRECISION)
+    _put(dq, row_C, there_C, part * BK, K, dq_CK)
+    dk_CK = tl.dot(tl.trans(dscore_CC), q_CK, acc=dk_CK, input_precision=PRECISION)
+    doverlap_CC = tl.where(i[:, None] > i[None, :], -solved_CC * between_CC, 0.0).to(k_CK.dtype)
+    dk_CK = tl.dot(doverlap_CC, k_CK, acc=dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(doverlap_CC), k_CK, acc=dk_CK, input_precision=PRECISION)
+    _put(dk, row_C, there_C, part * BK, K, dk_CK)
 
+    # Gates: every part has its share of sums over keys; sums over pairs of tokens are the first part's.
+    dbeta_C = through_C
     if DECAYS:
         # Token j is in the decay from s to t when s < j <= t: sums over what it is in, and no differences, so 0 stays 0.
-        pairs_CC *= beta_C[None, :]
-        pairs_CC = tl.where(i[:, None] > i[None, :], pairs_CC, 0.0)
-        up_to_CC = tl.cumsum(pairs_CC, 1) - pairs_CC
-        inside_C = tl.sum(tl.where(i[:, None] >= i[None, :], up_to_CC, 0.0), 0)
-        through_C *= beta_C
-        inside_C += tl.sum(tl.where(i[:, None] >= i[None, :], since_C[:, None], 0.0), 0)
-        inside_C += tl.sum(tl.where(i[:, None] < i[None, :], through_C[:, None], 0.0), 0)
-        kept *= tl.load(gates + chunk * GATES * C + 2 * C - 1)
-        tl.store(dlog_decay + row_C, inside_C + kept, mask=there_C)
+        reached_CC = tl.where(i[:, None] >= i[None, :], since_C[:, None], (through_C * beta_C)[:, None])
+    if part == 0:
+        pairs_CC = tl.load(_square(scores, chunk, C)).to(tl.float32) * read_CC
+        pairs_CC -= tl.load(_square(overlaps, chunk, C)).to(tl.float32) * solved_CC
+        dbeta_C += tl.sum(pairs_CC, 0)
+        if DECAYS:
+            pairs_CC = tl.where(i[:, None] > i[None, :], pairs_CC * beta_C[None, :], 0.0)
+            reached_CC += tl.where(i[:, None] >= i[None, :], tl.cumsum(pairs_CC, 1) - pairs_CC, 0.0)
+    tl.store(dbeta + part * part_size + row_C, dbeta_C, mask=there_C)
+    if DECAYS:
+        kept_KV = tl.zeros((BK, BV), tl.float32)
+        for tile in range(TILES):
+            start_KV = _tile(starts + chunk * K * V, row_K, there_K, tile * BV, V, BV)
+            dend_KV = _tile(dends + chunk * K * V, row_K, there_K, tile * BV, V, BV)
+            kept_KV += start_KV.to(tl.float32) * dend_KV.to(tl.float32)
+        kept = tl.sum(kept_KV) * tl.load(gates + chunk * GATES * C + 2 * C - 1)
+        tl.store(dlog_decay + part * part_size + row_C, tl.sum(reached_CC, 0) + kept, mask=there_C)
 
 
 def forward(q, k, v, beta, log_decay, S_BHKV, *, scale, chunk):
@@ -316,22 +345,24 @@ def forward(q, k, v, beta, log_decay, S_BHKV, *, scale, chunk):
     log_decay = None if log_decay is None else log_decay.contiguous()
     (B, T, H, K), V, C = q.shape, v.shape[-1], chunk
     M, N = B * H, divide_up(T, C)
-    inverse, scores = q.new_empty(M, N, C, C), q.new_empty(M, N, C, C)
+    overlaps, inverse, scores = (q.new_empty(M, N, C, C) for _ in range(3))
     gates, starts = q.new_empty(M, N, GATES.value, C, dtype=torch.float32), q.new_empty(M, N, K, V)
     o, e, last = torch.empty_like(v), torch.empty_like(v), torch.empty_like(S_BHKV)
-    shared = {"C": C, "BK": _filled(K), "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+    shared = {"C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
 
-    inside = {"INVERSE": INVERSE[q.dtype], **TILES["within", q.dtype]}
-    launch(_within, (N, M), q, k, beta, log_decay, inverse, scores, gates, T, H, K, scale, **shared, **inside)
-    tile = _fitted("walk", q.dtype, V)
-    grid = (divide_up(V, tile["BV"]), M)
-    launch(_walk, grid, q, k, v, inverse, scores, gates, S_BHKV, o, e, starts, last, T, H, K, V, N, scale, **shared, **tile)
-    return (o.to(dtype), last), (inverse, scores, gates, e, starts)
+    tile = fitted("triangles", q.dtype, K, V)
+    launch(_triangles, (N, M), k, beta, log_decay, overlaps, inverse, gates, T, H, K, INVERSE=INVERSE[q.dtype], **shared, **tile)
+    tile = fitted("walk", q.dtype, K, V)
+    launch(_walk, (divide_up(V, tile["BV"]), M), k, v, inverse, gates, S_BHKV, e, starts, last, T, H, K, V, N, **shared, **tile)
+    tile = fitted("read", q.dtype, K, V)
+    grid = (divide_up(V, tile["BV"]), N, M)
+    launch(_read, grid, q, k, e, starts, gates, scores, o, T, H, K, V, N, scale, **shared, **tile)
+    return (o.to(dtype), last), (overlaps, inverse, scores, gates, e, starts)
 
 
 def backward(inputs, residuals, gradients, *, scale, chunk):
     q, k, v, beta, log_decay, S_BHKV = inputs
-    inverse, scores, gates, e, starts = residuals
+    overlaps, inverse, scores, gates, e, starts = residuals
     dtypes = q.dtype, k.dtype, v.dtype
     do, dlast = gradients[0], gradients[1].contiguous()
     q, k, do = (x.to(e.dtype).contiguous() for x in (q, k, do))
@@ -339,18 +370,20 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
     M, N = B * H, divide_up(T, C)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(do)
     dends, dfirst = torch.empty_like(starts), torch.empty_like(dlast)
-    dbeta = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    dlog_decay = None if log_decay is None else torch.empty_like(dbeta)
-    shared = {"C": C, "BK": _filled(K), "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+    shared = {"C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
 
-    tile = _fitted("walk_back", q.dtype, V)
+    tile = fitted("walk_back", q.dtype, K, V)
     grid = (divide_up(V, tile["BV"]), M)
     launch(_walk_back, grid, q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, H, K, V, N, scale, **shared, **tile)
-    tile = _fitted("within_back", q.dtype, V)
-    given = (q, k, do, dv, e, starts, dends, gates, dq, dk, dbeta, dlog_decay)
-    launch(_within_back, (N, M), *given, T, H, K, V, scale, TILES=divide_up(V, tile["BV"]), **shared, **tile)
+    tile = fitted("within_back", q.dtype, K, V)
+    parts = divide_up(K, tile["BK"])
+    dbeta = torch.empty(parts, B, T, H, dtype=torch.float32, device=q.device)
+    dlog_decay = None if log_decay is None else torch.empty_like(dbeta)
+    given = (q, k, do, dv, e, starts, dends, overlaps, scores, gates, dq, dk, dbeta, dlog_decay)
+    options = {"TILES": divide_up(V, tile["BV"]), **shared, **tile}
+    launch(_within_back, (parts, N, M), *given, T, H, K, V, N, B * T * H, scale, **options)
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
-    return dq, dk, dv, dbeta, dlog_decay, dfirst
+    return dq, dk, dv, dbeta.sum(0), None if log_decay is None else dlog_decay.sum(0), dfirst
 
 
 differentiable = arrays.custom_gradient(forward, backward, outputs=2)
@@ -362,14 +395,11 @@ def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype).contiguous() for x in tensors]
 
 
-def _filled(size: int) -> int:
-    """A power of two, at least what tl.dot takes."""
-    return max(16, next_power_of_2(size))
-
-
-def _fitted(kernel: str, dtype: torch.dtype, V: int) -> dict[str, int]:
+def fitted(kernel: str, dtype: torch.dtype, K: int, V: int) -> dict[str, int]:
+    """The kernel's tiles and how it is compiled, for these sizes: powers of two, at least what tl.dot takes."""
     tile = TILES[kernel, dtype]
-    return tile | {"BV": min(tile["BV"], _filled(V))}
+    filled = {"BK": max(16, next_power_of_2(K)), "BV": max(16, next_power_of_2(V))}
+    return {name: min(size, filled.get(name, size)) for name, size in ({"BK": filled["BK"]} | tile).items()}
 
 
 def delta_rule(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None) -> tuple[Array, State]:
