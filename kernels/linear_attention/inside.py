@@ -45,21 +45,21 @@ class NormaliserGradient(NamedTuple):
 
 
 def read(q, k, v, gates: Gates, beta, starts_BNHKV, *, scale: float, chunk: int, normaliser: Normaliser | None = None):
-    """o [B, T, H, V] in v's dtype; with a normaliser (o, w [B, T, H] float32)."""
+    """o [B, T, H, V] in v's dtype; with a normaliser (o, w [B, T, H] float32, o once more to keep)."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     o = torch.empty_like(v)
-    weight = None if normaliser is None else torch.empty_like(normaliser.m_BTH)
+    weight, kept = (None, None) if normaliser is None else (torch.empty_like(normaliser.m_BTH), torch.empty_like(v))
     BK, BV, warps, stages = READ[q.dtype]
     BV = tile(V, BV)
     launch(
         _read,
         (divide_up(V, BV) * N, B * H),
-        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, scale, T),
+        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, kept, scale, T),
         **{"H": H, "K": K, "V": V, "C": chunk, "BK": tile(K, BK), "BV": BV, "BETA": beta is not None, "NORMALISED": normaliser is not None},
         **{"DOT": dot_precision(q.dtype), "warps": warps, "stages": stages},
     )
-    return o if normaliser is None else (o, weight)
+    return o if normaliser is None else (o, weight, kept)
 
 
 def gradients(
@@ -83,7 +83,7 @@ def gradients(
 
 @triton.jit
 def _read(
-    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, scale, T,
+    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, kept, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BETA: tl.constexpr, NORMALISED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +124,7 @@ def _read(
         floor_C = tl.exp(-tl.load(m + token + c_C * H, mask=is_token_C, other=0.0))
         o_CV /= tl.maximum(tl.abs(weight_C), floor_C)[:, None]
         tl.store(weight + token + c_C * H, weight_C, mask=is_token_C & (part == 0))
+        tl.store(kept + token * V + place_CV, o_CV.to(o.dtype.element_ty), mask=inside_CV)
     tl.store(o + token * V + place_CV, o_CV.to(o.dtype.element_ty), mask=inside_CV)
 
 

@@ -11,15 +11,25 @@ Shapes: B batch, T time, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, linear_attention, mosaic, shapes
 from kernels.mlstm import chunked, reference
 from kernels.mlstm.reference import State, step
 
 __all__ = ["State", "mlstm", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"chunked": chunked.mlstm, "reference": reference.mlstm}
-kernels.offer("mlstm", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    from kernels.mlstm import triton  # here: importing kernels loads no framework; a statement: torch.compile can trace it
+
+    return triton.mlstm(*arguments, **options)
+
+
+ARRAY_FORMS = {"chunked": chunked.mlstm, "reference": reference.mlstm}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("mlstm")}
+FUSED = {"triton": linear_attention.refusal, "pallas": mosaic.refusal}
+kernels.offer("mlstm", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
 
 
 def mlstm(

@@ -7,6 +7,7 @@ last column read is n . q. With those weights everything is `kernels.linear_atte
 Shapes: B batch, T time, H heads, K key size, V value size, C chunk length, M = chunks x B x H, X = V + 1.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from kernels import arrays, chunks, segmentation
@@ -17,21 +18,30 @@ from kernels.mlstm.reference import NOTHING, State, fresh, normalised
 Array = Any  # torch.Tensor or jax.Array
 
 
-def mlstm(q, k, v, log_input, log_decay, *, state=None, segments=None, chunk: int | None = None) -> tuple[Array, State]:
-    """See `kernels.mlstm.mlstm`; `chunk` is the chunk's length."""
+def mlstm(
+    q, k, v, log_input, log_decay, *, state=None, segments=None, chunk: int | None = None, run: Callable | None = None
+) -> tuple[Array, State]:
+    """See `kernels.mlstm.mlstm`; `chunk` is the chunk's length, `run` another `in_arrays`: a device's kernels."""
     ops = arrays.of(q)
     state = fresh(q, v) if state is None else state
-    dtype, V = state.C_BHKV.dtype, v.shape[-1]
+    dtype = state.C_BHKV.dtype
     log_decay, _, _, padding, last_B = segmentation.gates(log_decay, None, None, segments, state.segment_B, dtype)
     log_input = ops.cast(log_input, dtype)
     log_input = log_input if padding is None else ops.where(padding, -float("inf"), log_input)
-    S_BHKX = ops.concatenate((state.C_BHKV, state.n_BHK[..., None]), -1)
     C = chunk or chunks.length(q.shape[1], q.shape[-1])
-    read, S_BHKX, m_BTH = differentiable(q, k, v, log_input, log_decay, S_BHKX, ops.stop_gradient(state.m_BH), chunk=C)
-    m_BTH = ops.stop_gradient(m_BTH)
-    o = normalised(read[..., :V], read[..., V], m_BTH)
+    start = state.C_BHKV, state.n_BHK, ops.stop_gradient(state.m_BH)
+    o, C_BHKV, n_BHK, m_BH = (run or in_arrays)(q, k, v, log_input, log_decay, *start, chunk=C)
     o = o if padding is None else ops.where(padding[..., None], 0.0, o)
-    return ops.cast(o, v.dtype), State(S_BHKX[..., :V], S_BHKX[..., V], m_BTH[:, -1], last_B)
+    return ops.cast(o, v.dtype), State(C_BHKV, n_BHK, ops.stop_gradient(m_BH), last_B)
+
+
+def in_arrays(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk) -> tuple[Array, Array, Array, Array]:
+    """(o, and C, n and m after the last token)"""
+    ops, V = arrays.of(q), v.shape[-1]
+    S_BHKX = ops.concatenate((C_BHKV, n_BHK[..., None]), -1)
+    read, S_BHKX, m_BTH = differentiable(q, k, v, log_input, log_decay, S_BHKX, m_BH, chunk=chunk)
+    m_BTH = ops.stop_gradient(m_BTH)
+    return normalised(read[..., :V], read[..., V], m_BTH), S_BHKX[..., :V], S_BHKX[..., V], m_BTH[:, -1]
 
 
 def forward(q, k, v, log_input, log_decay, S_BHKX, m_BH, *, chunk):

@@ -1,0 +1,118 @@
+"""mLSTM in Triton: linear attention whose gates are relative to the running maximum m, with one more column of values, ones, for n.
+
+With m known, C_t = exp(log_decay_t + m_{t-1} - m_t) C_{t-1} + exp(log_input_t - m_t) k_t v_t^T is `kernels.linear_attention` with a decay
+and a write strength of at most 1; m is a constant to the gradient. The normaliser n . q is read, and o divided, in the same kernel.
+
+Shapes: B batch, T time, H heads, K key size, V value size, N chunks.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import arrays
+from kernels.launch import divide_up, launch
+from kernels.linear_attention import inside, walks
+from kernels.linear_attention.inside import Normaliser, NormaliserGradient
+from kernels.linear_attention.triton import chunk, operands
+from kernels.linear_attention.walks import Column, Gates, contiguous, tile
+from kernels.mlstm import chunked
+from kernels.mlstm.reference import NOTHING, State
+
+Array = Any  # torch.Tensor
+
+
+def mlstm(q, k, v, log_input, log_decay, *, state=None, segments=None) -> tuple[Array, State]:
+    """See `kernels.mlstm.mlstm`."""
+    length = chunk(q.dtype, q.shape[-1])
+    return chunked.mlstm(q, k, v, log_input, log_decay, state=state, segments=segments, chunk=length, run=differentiable)
+
+
+def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
+    dtype = v.dtype
+    q, k, v = operands(q, k, v)
+    m_BTH = maxima(log_input, log_decay, m_BH)
+    before_BTH = torch.cat((m_BH[:, None], m_BTH[:, :-1]), 1)
+    write_BTH = torch.exp(log_input - m_BTH)
+    gates = walks.gates(log_decay + (before_BTH - m_BTH), None, chunk)
+    options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK)}
+    starts, C, n_starts, n = walks.walk(k, v, gates, write_BTH, C_BHKV, **options)
+    o, weight, kept = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
+    return (o.to(dtype), C, n, m_BTH[:, -1].clone()), (starts, n_starts, *gates, write_BTH, m_BTH, weight, kept)
+
+
+def backward(inputs, residuals, gradients, *, chunk):
+    q, k, v = inputs[:3]
+    dtypes = q.dtype, k.dtype, v.dtype
+    starts, n_starts, *gates, write_BTH, m_BTH, weight, o = residuals
+    gates, (do, dC, dn, _) = Gates(*gates), gradients
+    q, k, v, do, o = operands(q, k, v, do, o)
+    factor, dweight = normaliser_gradients(do, o, weight, m_BTH)
+    column = Column(dweight, dn.contiguous())
+    dends, dC, dn_ends, dn = walks.walk(q, do, gates, factor, dC, chunk=chunk, dtype=q.dtype, reverse=True, column=column)
+    normaliser = NormaliserGradient(factor, dweight, n_starts, dn_ends)
+    options = {"scale": 1.0, "chunk": chunk, "normaliser": normaliser}
+    dq, dk, dv, dlog_decay, dwrite = inside.gradients(q, k, v, do, gates, write_BTH, starts, dends, **options)
+    dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
+    return dq, dk, dv, dwrite * write_BTH, dlog_decay, dC, dn, None
+
+
+differentiable = arrays.custom_gradient(forward, backward, outputs=4)
+
+
+def maxima(log_input_BTH: torch.Tensor, log_decay_BTH: torch.Tensor, m_BH: torch.Tensor) -> torch.Tensor:
+    """m [B, T, H]: m_t = max(log_decay_t + m_{t-1}, log_input_t), at least `NOTHING`."""
+    log_input_BTH, log_decay_BTH, m_BH = contiguous(log_input_BTH, log_decay_BTH, m_BH)
+    B, T, H = log_input_BTH.shape
+    m_BTH = torch.empty_like(log_input_BTH)
+    launch(_maxima, (B * H,), log_input_BTH, log_decay_BTH, m_BH, m_BTH, T, H=H, L=tile(T, 512), NOTHING=NOTHING)
+    return m_BTH
+
+
+def normaliser_gradients(do_BTHV, o_BTHV, weight_BTH, m_BTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each token's factor of do, the gradient of weight = n . q), both [B, T, H], for o = read / max(|weight|, exp(-m))."""
+    *rows, V = do_BTHV.shape
+    factor, dweight = torch.empty_like(weight_BTH), torch.empty_like(weight_BTH)
+    tokens = weight_BTH.numel()
+    launch(
+        _normaliser_gradients,
+        (divide_up(tokens, 32),),
+        *(do_BTHV, o_BTHV, weight_BTH, m_BTH, factor, dweight, tokens),
+        **{"V": V, "BV": tile(V, 256), "L": 32},
+    )
+    return factor, dweight
+
+
+@triton.jit
+def _later(sum_a, m_a, sum_b, m_b):
+    return sum_a + sum_b, tl.maximum(m_a + sum_b, m_b)
+
+
+@triton.jit
+def _maxima(log_input, log_decay, m_first, m, T, H: tl.constexpr, L: tl.constexpr, NOTHING: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    row = head // H * T * H + head % H
+    running = tl.load(m_first + head)
+    for first in range(0, T, L):
+        t_L = first + tl.arange(0, L)
+        log_decay_L = tl.load(log_decay + row + t_L * H, mask=t_L < T, other=0.0)
+        log_input_L = tl.load(log_input + row + t_L * H, mask=t_L < T, other=-float("inf"))
+        sum_L, m_L = tl.associative_scan((log_decay_L, log_input_L), 0, _later)
+        m_L = tl.maximum(tl.maximum(m_L, sum_L + running), NOTHING)
+        tl.store(m + row + t_L * H, m_L, mask=t_L < T)
+        running = tl.sum(tl.where(tl.arange(0, L) == L - 1, m_L, 0.0), 0)
+
+
+@triton.jit
+def _normaliser_gradients(do, o, weight, m, factor, dweight, tokens, V: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
+    row_L, v_V = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L), tl.arange(0, BV)
+    place_LV, inside_LV = row_L[:, None] * V + v_V[None, :], (row_L < tokens)[:, None] & (v_V < V)[None, :]
+    do_LV, o_LV = tl.load(do + place_LV, mask=inside_LV, other=0.0), tl.load(o + place_LV, mask=inside_LV, other=0.0)
+    weight_L, m_L = tl.load(weight + row_L, mask=row_L < tokens, other=0.0), tl.load(m + row_L, mask=row_L < tokens, other=0.0)
+    floor_L = tl.exp(-m_L)
+    factor_L = 1 / tl.maximum(tl.abs(weight_L), floor_L)
+    slope_L = tl.where(tl.abs(weight_L) < floor_L, 0.0, tl.where(weight_L < 0, factor_L, -factor_L))
+    tl.store(factor + row_L, factor_L, mask=row_L < tokens)
+    tl.store(dweight + row_L, slope_L * tl.sum(do_LV.to(tl.float32) * o_LV.to(tl.float32), 1), mask=row_L < tokens)
