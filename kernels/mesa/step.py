@@ -5,7 +5,8 @@ Shapes: B batch, H heads, K key size, V value size.
 
 from typing import Any
 
-from kernels import arrays
+import kernels
+from kernels import arrays, launch
 from kernels.mesa.reference import State, advance, check_options, fresh
 from kernels.mesa.solver import conjugate_gradients, jacobi, relative_residual
 
@@ -30,9 +31,20 @@ def step(
     state: State | None = None,
     segment_B: Array | None = None,
 ) -> tuple[Array, State, dict[str, Array]]:
-    """One token: o [B, H, V], the state after it, and info. Arguments as `mesa`'s without the time axis. For generation: no gradient."""
+    """One token: o [B, H, V], the state after it, and info. Arguments as `mesa`'s without the time axis. For generation: no gradient.
+
+    Where `mesa` runs as triton, one kernel, safe inside a CUDA graph; inside torch.compile, array operations.
+    """
     check_options(steps, eps, criterion, start, gradient)
     ops = arrays.of(q_BHK)
+    given = (q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK)
+    if not launch.traced(*given, *(() if state is None else state[:2])):
+        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
+        if kernels.choose("mesa", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
+            from kernels.mesa import one_token  # when it is first called: importing kernels loads no framework
+
+            options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start}
+            return one_token.step(*given, sign=sign, state=state, segment_B=segment_B, **options)
     state = fresh(q_BHK, v_BHV) if state is None else state
     state, padding_B = advance(k_BHK, v_BHV, log_decay_BH, beta_BH, sign=sign, state=state, segment_B=segment_B)
     G, H, _ = (ops.stop_gradient(x) for x in state)
