@@ -51,7 +51,8 @@ class Tally:
 
 
 def documents(path: Path, reading: Reading, *, prefix: str, tally: Tally) -> Iterator[pa.RecordBatch]:
-    """The good documents of `path` as batches of columns id (string) and text (large_binary, UTF-8, not empty); the others go to `tally`.
+    """The good documents of `path` as batches of columns id (string), text (large_binary, UTF-8, not empty) and, where the reading names one,
+    domain (string); the others go to `tally`.
 
     prefix: of made-up ids, "<prefix>:<row>". ValueError where the file is no whole file of its format, or lacks a column.
     """
@@ -68,10 +69,11 @@ def documents(path: Path, reading: Reading, *, prefix: str, tally: Tally) -> Ite
         raise ValueError(f"{path} is not a whole {form} file ({error}). Fetch it again, or take it out of the source.") from error
 
 
-def _batch(ids: Any, text: Any) -> pa.RecordBatch:
+def _batch(ids: Any, text: Any, domains: Any = None) -> pa.RecordBatch:
     import pyarrow as pa
 
-    return pa.record_batch({"id": pa.array(ids, pa.string()), "text": pa.array(text, pa.large_binary())})
+    columns = {"id": pa.array(ids, pa.string()), "text": pa.array(text, pa.large_binary())}
+    return pa.record_batch(columns | ({} if domains is None else {"domain": pa.array(domains, pa.string())}))
 
 
 def _joined(rows: Iterator[pa.RecordBatch], prefix: str) -> Iterator[pa.RecordBatch]:
@@ -89,7 +91,7 @@ def _parquet(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterato
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, buffer_size=1 << 20) as file:
-        columns = [name for name in (reading.column, reading.id, *reading.where) if name is not None]
+        columns = [name for name in (reading.column, reading.id, reading.domain, *reading.where) if name is not None]
         for name in columns:
             if not any(one == name or one.startswith(f"{name}.") for one in _paths(file.schema_arrow)):
                 raise ValueError(f"{path} has no column {name!r}; it has {', '.join(file.schema_arrow.names)}.")
@@ -113,7 +115,8 @@ def _parquet(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterato
                 ids = pa.array(names, pa.string())
                 if reading.id is not None:
                     ids = pc.coalesce(_column(batch, reading.id).cast(pa.string()), ids)
-                whole = pa.record_batch({"id": ids, "text": _binary(text)})
+                domains = {} if reading.domain is None else {"domain": _column(batch, reading.domain).cast(pa.string())}
+                whole = pa.record_batch({"id": ids, "text": _binary(text), **domains})
                 for name, value in reading.where.items():
                     column = _column(batch, name)
                     try:
@@ -190,7 +193,12 @@ def _stream(path: Path) -> io.BufferedReader:
 def _json_lines(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterator[pa.RecordBatch]:
     ids: list[str] = []
     texts: list[bytes | None] = []
+    domains: list[str | None] = []
     size = row = 0
+
+    def batch() -> pa.RecordBatch:
+        return _batch(ids, texts, None if reading.domain is None else domains)
+
     with _stream(path) as file:
         while line := file.readline(LIMIT):
             if len(line) == LIMIT and not line.endswith(b"\n"):
@@ -200,17 +208,18 @@ def _json_lines(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iter
             elif line.strip() and (found := _record(line, reading, tally)) is not None:
                 ids.append(f"{prefix}:{row}" if found[0] is None else found[0])
                 texts.append(found[1])
+                domains.append(found[2])
                 size += len(found[1] or b"")
             row += 1
             if size >= BATCH or len(ids) >= ROWS:
-                yield _batch(ids, texts)
-                ids, texts, size = [], [], 0
+                yield batch()
+                ids, texts, domains, size = [], [], [], 0
     if ids:
-        yield _batch(ids, texts)
+        yield batch()
 
 
-def _record(line: bytes, reading: Reading, tally: Tally) -> tuple[str | None, bytes | None] | None:
-    """(id, text) of a line, text None where it is null; None where the line is bad or not selected."""
+def _record(line: bytes, reading: Reading, tally: Tally) -> tuple[str | None, bytes | None, str | None] | None:
+    """(id, text, domain) of a line, text None where it is null; None where the line is bad or not selected."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError:
@@ -235,7 +244,8 @@ def _record(line: bytes, reading: Reading, tally: Tally) -> tuple[str | None, by
         name = None if number is None else str(number)
         if name is not None:
             name.encode()
-        return name, None if text is None else text.encode()
+        domain = None if reading.domain is None else _value(record, reading.domain)
+        return name, None if text is None else text.encode(), None if domain is None else str(domain)
     except UnicodeEncodeError:  # half of a surrogate pair
         tally.bad["not_utf8"] += 1
         return None
@@ -249,8 +259,8 @@ def _value(record: Any, name: str) -> Any:
 
 
 def _text(path: Path, reading: Reading, prefix: str, tally: Tally) -> Iterator[pa.RecordBatch]:
-    if reading.where or reading.id is not None:
-        raise ValueError(f"{path} is plain text, which has no columns: `where` and `id` are for Parquet and JSON lines.")
+    if reading.where or reading.id is not None or reading.domain is not None:
+        raise ValueError(f"{path} is plain text, which has no columns: `where`, `id` and `domain` are for Parquet and JSON lines.")
     with _stream(path) as file:
         text = file.read(LIMIT + 1)
     if len(text) > LIMIT:
@@ -344,4 +354,4 @@ def _join(held: list[pa.RecordBatch]) -> pa.RecordBatch:
 
     if len(held) == 1:
         return held[0]
-    return pa.record_batch({name: pa.concat_arrays([batch[name] for batch in held]) for name in ("id", "text")})
+    return pa.record_batch({name: pa.concat_arrays([batch[name] for batch in held]) for name in held[0].schema.names})

@@ -6,7 +6,7 @@ first at its start: window w is given the tokens wL .. wL + L - 1 (BOS is number
 is scored once, knowing what came before it in its window alone; the last window is shorter, and a document of up to L tokens is
 scored whole. Position k of a window is the k-th token scored.
 
-perplexity.parquet is over every window. positions.parquet is over the windows that start at their document's start (`start` 0 in
+perplexity.parquet is over every window, domains.parquet by the documents' domains, in a set that has several. positions.parquet is over the windows that start at their document's start (`start` 0 in
 nll.parquet), so that position k is the document's k-th token and the mean so far (MesaNet, Eq. 54) that of its first L tokens.
 A loss that is not a number, from a model that fails there, counts as infinite.
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stages.tokenizer import Tokenizer
 
 VALIDATION = "validation"
+DOMAINS = "domains.parquet"
 TRAINED = ""  # the setting that is none: solved as in training
 BATCH_TOKENS = 1 << 15
 PROGRESS_SECONDS = 1.0
@@ -441,6 +442,7 @@ class Solver:
 def _make(unit: Unit, folder: Path, sequences: Iterator[Sequence], scorer: Scorer) -> None:
     """Score a unit's sequences and write its three files into `folder`."""
     solver, everything, from_start = Solver(), Positions(), Positions()
+    domains: dict[str, Domain] = {}
     number = 0
 
     def scored() -> Iterator[pa.RecordBatch]:
@@ -448,6 +450,8 @@ def _make(unit: Unit, folder: Path, sequences: Iterator[Sequence], scorer: Score
         for pool in _pools(sequences):
             nlls = scorer.losses(pool, unit, solver)
             everything.add(nlls)
+            for nll, sequence in zip(nlls, pool, strict=True):
+                domains.setdefault(sequence.source, Domain()).add(nll)
             from_start.add([nll for nll, sequence in zip(nlls, pool, strict=True) if sequence.start == 0])
             columns = {
                 "set": [unit.set] * len(pool),
@@ -484,6 +488,11 @@ def _make(unit: Unit, folder: Path, sequences: Iterator[Sequence], scorer: Score
         "residual": [solver.mean("cg_residual")],
     })  # fmt: skip
 
+    if len(domains) > 1:
+        _write(folder / DOMAINS, "domains", unit.key, [
+            {"set": unit.set, "source": source, "length": unit.length, "setting": TRAINED} | domain.record() for source, domain in sorted(domains.items())
+        ])  # fmt: skip
+
 
 def _pools(sequences: Iterator[Sequence]) -> Iterator[list[Sequence]]:
     """Sequences in their order, some POOL_TOKENS at a time: what is held in memory."""
@@ -499,6 +508,24 @@ def _pools(sequences: Iterator[Sequence]) -> Iterator[list[Sequence]]:
 
 
 @dataclass
+class Domain:
+    """Running sums of the losses of one kind of text."""
+
+    sequences: int = 0
+    tokens: int = 0
+    nll_sum: float = 0.0
+
+    def add(self, nll: np.ndarray) -> None:
+        scored = nll[~np.isnan(nll)].astype(np.float64)
+        self.sequences, self.tokens, self.nll_sum = self.sequences + 1, self.tokens + len(scored), self.nll_sum + float(scored.sum())
+
+    def record(self) -> dict[str, float]:
+        nll = self.nll_sum / self.tokens if self.tokens else float("nan")
+        with np.errstate(over="ignore"):
+            return {"sequences": self.sequences, "tokens": self.tokens, "nll": nll, "perplexity": float(np.exp(np.float64(nll)))}
+
+
+@dataclass
 class Positions:
     """Running sums of losses by position."""
 
@@ -511,10 +538,12 @@ class Positions:
         self.nll_sum, self.count = (sum(np.pad(array, (0, length - len(array))) for array in arrays) for arrays in zip(*parts, strict=True))
 
 
-def _write(path: Path, name: str, key: str, columns: dict[str, Any]) -> str:
+def _write(path: Path, name: str, key: str, data: dict[str, Any] | list[dict[str, Any]]) -> str:
+    """A file of columns, or of rows."""
     import pyarrow as pa
 
-    return schemas.write(path, pa.table(columns, schema=schemas.schema(name)), name=name, key=key)
+    make = pa.Table.from_pylist if isinstance(data, list) else pa.table
+    return schemas.write(path, make(data, schema=schemas.schema(name)), name=name, key=key)
 
 
 def _collect(out: Path, wanted: list[Unit | TaskUnit], key: str) -> dict[str, str]:
@@ -529,6 +558,9 @@ def _collect(out: Path, wanted: list[Unit | TaskUnit], key: str) -> dict[str, st
     sets, tasks = [unit for unit in wanted if isinstance(unit, Unit)], [unit for unit in wanted if isinstance(unit, TaskUnit)]
     tables = {"perplexity": _set(together("perplexity", sets), "setting", [unit.setting for unit in sets])}
     tables["positions"] = together("positions", [unit for unit in sets if unit.setting == TRAINED])
+    if several := [unit for unit in sets if (out / unit.name / DOMAINS).exists()]:
+        of_row = [unit for unit in several for _ in range(len(schemas.read(out / unit.name / DOMAINS, "domains")))]
+        tables["domains"] = _set(together("domains", several), "setting", [unit.setting for unit in of_row])
     if tasks:
         of_row = [unit for unit in tasks for _ in range(len(schemas.read(out / unit.name / "scores.parquet", "scores")))]
         scores = _set(together("scores", tasks), "setting", [unit.setting for unit in of_row])

@@ -27,6 +27,11 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
     "nll": {"set": "string", "source": "string", "length": "int64", "sequence": "int64", "start": "int64", "nll": "list<float>"},
     "positions": {"set": "string", "length": "int64", "position": "int64", "nll_sum": "float64", "count": "int64"},
+    # A set's losses by the domains of its documents.
+    "domains": {
+        "set": "string", "source": "string", "length": "int64", "setting": "string", "sequences": "int64", "tokens": "int64", "nll": "float64",
+        "perplexity": "float64",
+    },
     # Items of tasks, in three schemas (docs/tasks.md).
     "multiple_choice": {
         "id": "string", "context": "string", "choices": "list<string>", "answer_index": "int64", "context_options": "list<string>",

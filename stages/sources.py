@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.artifact import BLOCK
 from stages.spec import Context, Strict
@@ -49,7 +49,8 @@ class Reading(Strict):
 
     column: of the text (a dot goes into a nested field), for Parquet and JSON lines. id: column of the documents' ids; None
     makes them of the file's digest and the row. where: only documents whose column has this value. document: what one is, a row,
-    or a whole file, its rows joined by blank lines (WikiText's rows are lines). pin: see this module.
+    or a whole file, its rows joined by blank lines (WikiText's rows are lines). domain: column that says what kind of text a document
+    is; a set that is evaluated then has losses by it, too. pin: see this module.
     """
 
     format: Format = "auto"
@@ -57,6 +58,7 @@ class Reading(Strict):
     id: str | None = None
     where: dict[str, str | int | float | bool | None] = {}
     document: Literal["row", "file"] = "row"
+    domain: str | None = None
     pin: str | None = None
 
     @field_validator("pin")
@@ -67,6 +69,12 @@ class Reading(Strict):
                 f"a pin is 'sha256:<64 hex digits>' or 'revision:<40 hex digits>', found {value!r}; `strata lock-data` writes it"
             )
         return value
+
+    @model_validator(mode="after")
+    def _one_domain(self) -> Reading:
+        if self.domain is not None and self.document == "file":
+            raise ValueError("domain is a column of rows, and `document: file` joins rows; give one of them")
+        return self
 
 
 class Identity(Reading):

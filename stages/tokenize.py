@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Parameters(Identity):
-    """A spec's. source: the source's name, which every row carries."""
+    """A spec's. source: the source's name, which every row carries that has no domain of its own."""
 
     source: str
 
@@ -147,7 +147,11 @@ class _Work:
         return content
 
     def _key(self, content: str) -> str:
-        return self.spec.unit_key(vocabulary=self.spec.inputs["vocabulary"], content=content, **self.parameters.model_dump(exclude={"pin"}))
+        return self.spec.unit_key(vocabulary=self.spec.inputs["vocabulary"], content=content, **self._reading())
+
+    def _reading(self) -> dict[str, Any]:
+        """How documents are read; a domain only where there is one, since it came later than keys that stand."""
+        return self.parameters.model_dump(exclude={"pin"} if self.parameters.domain else {"pin", "domain"})
 
     def _make(self, file: File, content: str | None, folder: Path) -> str:
         with sources.fetched(file, self.scratch) as path:
@@ -177,11 +181,15 @@ class _Work:
 
     def _encode(self, batch: pa.RecordBatch, number: int, schema: pa.Schema) -> pa.RecordBatch:
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         tokens = self.tokenizer.encode(batch["text"])
         if (difference := self.tokenizer.difference(batch["text"], tokens, number)) is not None:
             raise _Differs(difference)
-        return pa.record_batch([batch["id"], pa.repeat(self.parameters.source, len(batch)), tokens], schema=schema)
+        source = pa.repeat(self.parameters.source, len(batch))
+        if self.parameters.domain is not None:
+            source = pc.coalesce(batch["domain"], source)
+        return pa.record_batch([batch["id"], source, tokens], schema=schema)
 
     def _counted(self, batches: Iterable[pa.RecordBatch], tally: Tally) -> Iterator[pa.RecordBatch]:
         for batch in batches:

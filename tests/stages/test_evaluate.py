@@ -93,6 +93,20 @@ def test_every_token_of_every_document_is_scored_once(out, study):
         assert {row["source"] for row in found} == {"odd", "even"} and {(row["set"], row["length"]) for row in found} == {("books", length)}
 
 
+def test_a_set_of_several_domains_has_losses_by_each(out, study):
+    do(spec_of(settings=FEW), out, study)
+    found = schemas.read(out / "domains.parquet", "domains").to_pylist()
+    assert [(row["set"], row["length"], row["setting"], row["source"]) for row in found][:4] == [
+        ("books", 8, "", "even"), ("books", 8, "", "odd"), ("books", 8, "cg-1", "even"), ("books", 8, "cg-1", "odd"),
+    ]  # fmt: skip
+    for row in found:
+        unit = "-".join([row["set"], str(row["length"]), *([row["setting"]] if row["setting"] else [])])
+        own = [np.array(one["nll"]) for one in nlls(out / unit) if one["source"] == row["source"]]
+        assert row["perplexity"] == pytest.approx(measures.perplexity(own)) and row["sequences"] == len(own)
+        assert row["tokens"] == sum(map(len, own)) and row["nll"] == pytest.approx(np.concatenate(own).astype(float).mean())
+    assert not (out / f"validation-{LENGTH}" / "domains.parquet").exists()  # of one
+
+
 def test_losses_are_the_models(out, study):
     import models
     from models import checkpoint

@@ -71,6 +71,21 @@ def test_ids_come_from_their_column(tmp_path, files, vocabulary):
     assert [row["id"] for row in rows(out)] == [f"{prefix}:{i}" for i in range(30)]
 
 
+def test_sources_come_from_a_domains_column(tmp_path, vocabulary):
+    """The source's own name stands where it is null; both formats, across batches and groups of rows."""
+    kinds = ["wiki", "books", None] * 10
+    documents = texts(30, seed=4)
+    table = write_parquet(tmp_path / "a.parquet", documents, 7, kind=kinds)
+    lines = write_lines(tmp_path / "b.jsonl", [{"text": text, "kind": kind} for text, kind in zip(documents, kinds, strict=True)])
+    out = tokenized(tmp_path / "out", vocabulary, [table, lines], tokenize_spec(domain="kind"))
+    assert [row["source"] for row in rows(out)] == [kind or "text" for kind in kinds] * 2
+    plain = tokenized(tmp_path / "plain", vocabulary, [table, lines])
+    assert [row["tokens"] for row in rows(out)] == [row["tokens"] for row in rows(plain)]
+    (tmp_path / "c.txt").write_text("plain")
+    with pytest.raises(ValueError, match="`domain` are for Parquet"):
+        tokenized(tmp_path / "text", vocabulary, [tmp_path / "c.txt"], tokenize_spec(domain="kind"))
+
+
 def test_the_same_bytes_wherever_and_however_often(tmp_path, files, vocabulary):
     one = tokenized(tmp_path / "one", vocabulary, files)
     moved = [shutil.copy(file, tmp_path / file.name) for file in files]
