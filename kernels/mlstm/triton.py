@@ -33,14 +33,12 @@ def mlstm(q, k, v, log_input, log_decay, *, state=None, segments=None) -> tuple[
 def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
     dtype = v.dtype
     q, k, v = operands(q, k, v)
-    m_BTH = maxima(log_input, log_decay, m_BH)
-    before_BTH = torch.cat((m_BH[:, None], m_BTH[:, :-1]), 1)
-    write_BTH = torch.exp(log_input - m_BTH)
-    gates = walks.gates(log_decay + (before_BTH - m_BTH), None, chunk)
+    m_BTH, log_keep_BTH, write_BTH, m_BH = relative(log_input, log_decay, m_BH)
+    gates = walks.gates(log_keep_BTH, None, chunk)
     options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK)}
     starts, C, n_starts, n = walks.walk(k, v, gates, write_BTH, C_BHKV, **options)
     o, weight, kept = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
-    return (o.to(dtype), C, n, m_BTH[:, -1].clone()), (starts, n_starts, *gates, write_BTH, m_BTH, weight, kept)
+    return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight, kept)
 
 
 def backward(inputs, residuals, gradients, *, chunk):
@@ -62,13 +60,15 @@ def backward(inputs, residuals, gradients, *, chunk):
 differentiable = arrays.custom_gradient(forward, backward, outputs=4)
 
 
-def maxima(log_input_BTH: torch.Tensor, log_decay_BTH: torch.Tensor, m_BH: torch.Tensor) -> torch.Tensor:
-    """m [B, T, H]: m_t = max(log_decay_t + m_{t-1}, log_input_t), at least `NOTHING`."""
+def relative(log_input_BTH: torch.Tensor, log_decay_BTH: torch.Tensor, m_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(m [B, T, H], log_decay_t + m_{t-1} - m_t, exp(log_input_t - m_t), the last m [B, H]) for m_t = max(log_decay_t + m_{t-1}, log_input_t),
+    at least `NOTHING`."""
     log_input_BTH, log_decay_BTH, m_BH = contiguous(log_input_BTH, log_decay_BTH, m_BH)
     B, T, H = log_input_BTH.shape
-    m_BTH = torch.empty_like(log_input_BTH)
-    launch(_maxima, (B * H,), log_input_BTH, log_decay_BTH, m_BH, m_BTH, T, H=H, L=tile(T, 512), NOTHING=NOTHING)
-    return m_BTH
+    m_BTH, log_keep_BTH, write_BTH, last_BH = (torch.empty_like(x) for x in (*[log_input_BTH] * 3, m_BH))
+    given = (log_input_BTH, log_decay_BTH, m_BH, m_BTH, log_keep_BTH, write_BTH, last_BH, T)
+    launch(_relative, (B * H,), *given, H=H, L=tile(T, 512), NOTHING=NOTHING)
+    return m_BTH, log_keep_BTH, write_BTH, last_BH
 
 
 def normaliser_gradients(do_BTHV, o_BTHV, weight_BTH, m_BTH) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,18 +91,27 @@ def _later(sum_a, m_a, sum_b, m_b):
 
 
 @triton.jit
-def _maxima(log_input, log_decay, m_first, m, T, H: tl.constexpr, L: tl.constexpr, NOTHING: tl.constexpr):
+def _relative(
+    log_input, log_decay, m_first, m, log_keep, write, m_last, T, H: tl.constexpr, L: tl.constexpr, NOTHING: tl.constexpr
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row = head // H * T * H + head % H
-    running = tl.load(m_first + head)
+    m_before = tl.load(m_first + head)
     for first in range(0, T, L):
         t_L = first + tl.arange(0, L)
-        log_decay_L = tl.load(log_decay + row + t_L * H, mask=t_L < T, other=0.0)
-        log_input_L = tl.load(log_input + row + t_L * H, mask=t_L < T, other=-float("inf"))
+        place_L, inside_L = row + t_L * H, t_L < T
+        log_decay_L = tl.load(log_decay + place_L, mask=inside_L, other=0.0)
+        log_input_L = tl.load(log_input + place_L, mask=inside_L, other=-float("inf"))
         sum_L, m_L = tl.associative_scan((log_decay_L, log_input_L), 0, _later)
-        m_L = tl.maximum(tl.maximum(m_L, sum_L + running), NOTHING)
-        tl.store(m + row + t_L * H, m_L, mask=t_L < T)
-        running = tl.sum(tl.where(tl.arange(0, L) == L - 1, m_L, 0.0), 0)
+        m_L = tl.maximum(tl.maximum(m_L, sum_L + m_before), NOTHING)
+        tl.store(m + place_L, m_L, mask=inside_L)
+        tl.debug_barrier()  # the token before is another thread's
+        before_L = tl.load(m + place_L - H, mask=inside_L & (t_L > first), other=0.0)
+        before_L = tl.where(t_L > first, before_L, m_before)
+        tl.store(log_keep + place_L, log_decay_L + (before_L - m_L), mask=inside_L)
+        tl.store(write + place_L, tl.exp(log_input_L - m_L), mask=inside_L)
+        m_before = tl.sum(tl.where(tl.arange(0, L) == L - 1, m_L, 0.0), 0)
+    tl.store(m_last + head, m_before)
 
 
 @triton.jit
