@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
-from stages import analyze, artifact, evaluate, schemas, train
+from stages import analyze, artifact, evaluate, schemas, tokenizer, train
 from stages.report import tables
 from stages.report.study import Study
 from stages.spec import fingerprint
+from stages.tasks import results
+from stages.tasks.entry import Generated, Scoring
+from stages.tasks.generate import generate
 from tests.stages import made_up_study, small_corpus
 from tests.stages.small_study import GLA, context, evaluate_spec, make_packed, make_tokens, train_spec
+from tests.stages.tasks import small_tasks
 
 FOLDER = Path(__file__).parent / "golden"
 VERSIONS = yaml.safe_load((Path(__file__).parents[2] / "stages" / "versions.yaml").read_text())
@@ -121,3 +125,35 @@ def test_an_analysis_tables(tmp_path):
 
 def shortened(row: dict[str, Any]) -> dict[str, Any]:
     return {name: tables.rounded(value, DIGITS) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def test_generated_items(tmp_path):
+    encoder = tokenizer.load(small_tasks.vocabulary(tmp_path / "vocabulary"), 1)
+    settings = {make: {"make": make, "length": 1024} for make in ("niah", "variable_tracing", "common_words", "frequent_words")}
+    many = {"keys": 4, "values": 2, "queries": 2, "key_type": "uuids", "haystack": "needles", "length": 1500}
+    settings["niah-many"] = settings["niah"] | many
+    found = {name: fingerprint(generate(Generated(samples=3, **one), encoder, None).to_pylist()) for name, one in settings.items()}
+    versions = of_stages("items") | {name: VERSIONS["tasks"][name] for name in settings if name in VERSIONS["tasks"]}
+    hold("items", versions, found)
+
+
+def test_scored_tasks(tmp_path):
+    """Every kind, with and without examples, by a reader whose answers are known: what is asked, and what an answer is worth."""
+    encoder = tokenizer.load(small_tasks.vocabulary(tmp_path / "vocabulary"), 1)
+    says = {
+        "multiple_choice": lambda text: " red", "greedy": lambda text: " " + text.rsplit("\n", 1)[-1].removesuffix(" =")[::-1],
+        "recall": lambda text: " Paris\n", "generation": lambda text: " the casino",
+    }  # fmt: skip
+    rows = {"multiple_choice": small_tasks.COLOURS, "recall": small_tasks.CAPITALS}
+    found = {}
+    for kind, say in says.items():
+        how, given = Scoring(kind=kind), rows.get(kind, small_tasks.WORDS)
+        for shots in (0, 2):
+            engine = small_tasks.engine(encoder, say)
+            answers = [
+                (place, results.result(how, given[shots + place], *one, engine.decode))
+                for place, _, *one in engine.evaluate(how, given[shots:], given[:shots])
+            ]
+            asked = sorted(text for batch in engine.reader.rows for text in batch)
+            found[f"{kind}, {shots} shots"] = fingerprint([asked, [row for _, row in sorted(answers, key=lambda one: one[0])]])
+    hold("tasks", {kind: VERSIONS["tasks"][kind] for kind in says}, found)
