@@ -38,8 +38,8 @@ def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
     return None
 
 
-def implementation(operation: str) -> Callable:
-    """The operation as `kernels/<operation>/pallas.py` has it, imported when it is first called: importing kernels loads no framework.
+def implementation(operation: str, function: str | None = None) -> Callable:
+    """The operation (or `function`) as `kernels/<operation>/pallas.py` has it, imported when it is first called: importing kernels loads no framework.
 
     Raises ValueError for arrays that are not JAX's.
     """
@@ -47,7 +47,7 @@ def implementation(operation: str) -> Callable:
     def call(*arrays: Any, **options: Any) -> Any:
         if type(arrays[0]).__module__.partition(".")[0] not in ("jax", "jaxlib"):
             raise ValueError(f"{operation} cannot run as pallas: its kernels take JAX arrays; build the model with backend jax.")
-        return getattr(importlib.import_module(f"kernels.{operation}.pallas"), operation)(*arrays, **options)
+        return getattr(importlib.import_module(f"kernels.{operation}.pallas"), function or operation)(*arrays, **options)
 
     return call
 

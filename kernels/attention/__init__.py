@@ -8,15 +8,16 @@ Shapes: B batch, T time, S cached tokens, H heads, K key size, V value size.
 from typing import Any
 
 import kernels
-from kernels import arrays, shapes
+from kernels import arrays, mosaic, shapes
 from kernels.attention import library, reference
 from kernels.attention.cache import State, place, positions, reserve, step
 
 __all__ = ["State", "attention", "positions", "reserve", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
-IMPLEMENTATIONS = {"library": library.attend, "reference": reference.attend}
-kernels.offer("attention", {name: lambda shape, dtype, device: None for name in IMPLEMENTATIONS})
+ARRAY_FORMS = {"library": library.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "pallas": mosaic.implementation("attention", "attend")}
+kernels.offer("attention", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "pallas": mosaic.refusal})
 
 
 def attention(

@@ -16,6 +16,7 @@ from tests.kernels.operations import OPERATIONS, TOLERANCES
 
 NAMES = [name for name, operation in OPERATIONS.items() if "pallas" in kernels.backends(operation.name)]
 every_operation = pytest.mark.parametrize("name", NAMES)
+ours = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("attention", "sliding window")])  # splash attention is JAX's
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,15 +25,17 @@ def test_parity_with_the_reference_in_float64(name):
     """Outputs, final states, every gradient; documents, padding, gates at 0 and 1, a state to start from."""
     operation = OPERATIONS[name]
     options = next(iter(operation.options.values()))
-    xs, state = make(operation, (1, 131, 2, 16, 24))
-    segments = split_documents(1, 131)
+    T = 77 if operation.name == "attention" else 131  # a cache to compare has 80 slots
+    xs, state = make(operation, (1, T, 2, 16, 24))
+    state = None if operation.name == "attention" else state  # over a cache, it is the library's
+    segments = split_documents(1, T)
     reference = run_torch(operation, xs, state, segments, "float64", "reference", **options)
     found = run_jax(operation, xs, state, segments, "pallas", **options)
     errors = {n: error(found[n], reference[n]) for n in reference}
     assert found.keys() == reference.keys() and max(errors.values()) <= TOLERANCES["float32"], errors
 
 
-@every_operation
+@ours
 def test_no_race_and_nothing_unwritten_is_read(name):
     """In the interpreter that has a TPU's memories and copies: memory starts as NaN, a read out of bounds raises, races are found."""
     operation = OPERATIONS[name]
