@@ -63,9 +63,9 @@ def _disk(params: Params, folder: Path) -> list[str]:
 def _accelerators(params: Params) -> list[str]:
     """Kinds of chips that cells ask for and this node lacks; a cluster named by RAY_ADDRESS is asked when work arrives there."""
     found = [
-        f"cluster.workers.{name}.count: is {worker.count}, but a cell trains on one GPU so far; use 1."
+        f"cluster.workers.{name}.count: {worker.count} do not divide training.batch, {params.training.batch} sequences; use a divisor of it."
         for name, worker in params.cluster.workers.items()
-        if worker.accelerator and worker.count > 1 and params.accelerators[worker.accelerator].kind == "gpu"
+        if worker.accelerator and params.training.batch % worker.count
     ]
     if os.environ.get("RAY_ADDRESS"):
         return found

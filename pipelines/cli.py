@@ -57,6 +57,7 @@ def run(
     stage: Annotated[str, typer.Argument(help="resolve, vocabulary, tokenize, pack, train, evaluate or analyze")],
     cell: Annotated[str | None, typer.Argument(help="the cell, or the source of tokenize")] = None,
     ray: Annotated[bool, typer.Option(envvar="STRATA_RAY", help="work in Ray; --no-ray works in this process")] = True,
+    profile: Annotated[bool, typer.Option(help="train: write a profile of a few steps into the attempt's folder")] = False,
 ) -> None:
     """Run one stage of the study in this folder, as dvc.yaml does: taken from the store if it is there."""
     from pipelines import run as running
@@ -77,7 +78,7 @@ def run(
             f"Which {'source' if stage == 'tokenize' else 'cell'}? `strata run {stage} NAME`; specs/{stage}/ has one file each."
         )
     try:
-        running.run(stage, cell or stage, ray=ray)
+        running.run(stage, cell or stage, ray=ray, profile=profile)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
     except running.Unfinished as ended:

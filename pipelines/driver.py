@@ -52,7 +52,12 @@ def perform(request: dict[str, Any], threads: int) -> dict[str, Any]:
         os.environ[name] = str(threads)
     from pipelines.work import Request, execute
 
-    return asdict(execute(Request(**request), log=True))
+    wanted = Request(**request)
+    if wanted.processes > 1:
+        from pipelines.together import execute_together
+
+        return asdict(execute_together(wanted, threads))
+    return asdict(execute(wanted, log=True))
 
 
 @ray.remote(num_cpus=0)
@@ -171,6 +176,8 @@ class Driver:
         except ValueError as damaged:
             self._answer(request.key, Outcome("failed", str(damaged), "mistake"))
             return
+        if request.processes > 1:  # Ray Train asks for what its processes need
+            options |= {"num_cpus": 0, "num_gpus": 0, "resources": {}}
         work.task = perform.options(**options).remote(asdict(located), request.threads or max(1, int(cpus)))
 
     def _collect(self) -> None:

@@ -45,10 +45,10 @@ def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
     return (folder / context["root"]).resolve()
 
 
-def run(stage: str, cell: str, *, ray: bool) -> Outcome:
+def run(stage: str, cell: str, *, ray: bool, profile: bool = False) -> Outcome:
     """Make one stage's artifact, or take it from the store, and put it where DVC expects it. Raises Unfinished, ValueError.
 
-    The working directory is the study's folder.
+    The working directory is the study's folder. profile: of a training, have it write a profile of a few steps.
     """
     context = workspace.context()
     file = workspace.spec_file(stage, cell)
@@ -60,7 +60,7 @@ def run(stage: str, cell: str, *, ray: bool) -> Outcome:
     source = source_of(stage, cell, context)
     if found is None and source is not None:
         run(stage, source, ray=ray)  # an edge that dvc.yaml, the same for every study, does not have
-    wanted = request(stage, cell, spec, context, store)
+    wanted = request(stage, cell, spec, context, store, profile=profile)
     if found and (strange := _strange_input(found, wanted)):
         print(f"{stage} {cell}: the store's was made from another {strange} than there is now; it is made again.", file=sys.stderr)
         store.forget(spec.key)
@@ -110,13 +110,14 @@ def _makers(spec: Spec, context: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return {name: (key, HISTORY if name.startswith("history/") else inside) for name, (key, inside) in found.items()}
 
 
-def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store) -> Request:
+def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store, *, profile: bool = False) -> Request:
     """What is to be made, with all that depends on the place."""
     worker = context["workers"].get(cell, context["workers"]["default"])
     chip = worker["chip"]
-    resources = {"cpus": worker["cpus"]}
+    resources, backend = {"cpus": worker["cpus"]}, worker.get("backend") or ("jax" if chip and chip["kind"] == "tpu" else "torch")
+    count = worker["count"] if chip and (stage == "train" or chip["kind"] == "tpu") else 1  # what else there is runs on one GPU
     if chip and chip["kind"] == "gpu":
-        resources["gpus"] = worker["count"]
+        resources["gpus"] = count
     elif chip and chip["kind"] == "tpu":
         resources["TPU"] = worker["count"]
     return Request(
@@ -131,12 +132,14 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
             **context["settings"],
             "sources": _sources(stage, cell, context),
             "provenance": {"study": context["study"], "cell": cell, **commit()},
-            "peak_flops": chip["flops"] * worker["count"] if chip else None,
-            "backend": worker.get("backend") or ("jax" if chip and chip["kind"] == "tpu" else "torch"),
+            "peak_flops": chip["flops"] * count if chip else None,
+            "backend": backend,
+            "profile": profile,
         },
         threads=min(worker["cpus"], os.cpu_count() or 1),
         device="cuda" if chip and chip["kind"] == "gpu" else "auto",  # a GPU that torch does not see is an error, never a processor instead
         resources=resources,
+        processes=count if chip and chip["kind"] == "gpu" and backend == "torch" else 1,
         retries=context["retries"],
     ).located(store)
 
@@ -178,6 +181,11 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
     rest = ahead.unmade(context, store) if ahead.whole_study() else [(wanted.stage, wanted.cell)]
     approval.require(context, store, rest)
     with Progress(f"{wanted.stage} {wanted.cell}") as progress:
+        if not ray and wanted.processes > 1:
+            raise ValueError(
+                f"{wanted.cell} trains on {wanted.processes} GPUs, by processes that Ray starts: leave --no-ray out, or use "
+                f"`torchrun --nproc-per-node {wanted.processes} -m stages.train specs/train/{wanted.cell}.json OUT`."
+            )
         if not ray:
             with _signals() as stopping:
                 return execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))

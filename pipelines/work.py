@@ -26,7 +26,7 @@ class Request:
 
     inputs: input name -> absolute path; of one that is not made yet, where the study's folder will have it. makers: input name -> (key of the artifact
     in the store that holds it, path in it). settings: what the stage's Context carries (sources, provenance, peak_flops).
-    resources: what a worker must have ("cpus", "gpus", or any name of Ray's). store: the store's folder.
+    resources: what a worker must have ("cpus", "gpus", or any name of Ray's), all its processes together. store: the store's folder.
     """
 
     stage: str
@@ -39,6 +39,7 @@ class Request:
     threads: int | None = None
     device: str = "auto"
     resources: dict[str, float] = field(default_factory=dict)
+    processes: int = 1
     retries: int = 2
     makers: dict[str, tuple[str, str]] = field(default_factory=dict)
 

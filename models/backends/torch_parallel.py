@@ -62,7 +62,8 @@ class Team:
             dist.all_reduce(answer, op=dist.ReduceOp.MIN)
         return bool(answer)
 
-    def tell(self, what: Any = None) -> Any:
+    @staticmethod
+    def tell(what: Any = None) -> Any:
         """What rank 0 says, on every rank."""
         said = [what]
         dist.broadcast_object_list(said, device=torch.device("cpu"))
@@ -197,4 +198,15 @@ def leading(team: Team) -> Iterator[None]:
     try:
         yield
     finally:
-        team.tell(None)
+        dismiss()
+
+
+_dismissed = False
+
+
+def dismiss() -> None:
+    """Rank 0 tells those who follow, once, that there is no more to do."""
+    global _dismissed
+    if not _dismissed and dist.is_initialized():
+        _dismissed = True
+        Team.tell(None)
