@@ -50,6 +50,12 @@ class Decoder:
         """Go on from each block's state after so many tokens. The states are the decoder's from here on."""
         self.states, self.tokens, self.room, self.graph = states, tokens, tokens, None
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens of each sequence in all, where a layer keeps them."""
+        states = [layer.reserve(state, tokens) for layer, state in zip(self.model.layers, self.states, strict=True)]
+        moved = any(new is not old for new, old in zip(states, self.states, strict=True))
+        self.states, self.room, self.graph = states, tokens, None if moved else self.graph
+
     def step(self, token_B: np.ndarray) -> np.ndarray:
         """One more token of each sequence: logits [B, V] of the next."""
         return to_numpy(self.advance(torch.as_tensor(np.asarray(token_B, np.int32))))
@@ -62,10 +68,7 @@ class Decoder:
             return logits_BV
         self.tokens += 1
         if self.tokens > self.room:
-            self.room = 2 * self.tokens
-            states = [layer.reserve(state, self.room) for layer, state in zip(self.model.layers, self.states, strict=True)]
-            moved = any(new is not old for new, old in zip(states, self.states, strict=True))
-            self.states, self.graph = states, None if moved else self.graph
+            self.reserve(2 * self.tokens)
         if self.graph is None:
             self.token_B = torch.empty(token_B.shape, dtype=torch.int32, device=self.device)
             self.token_B.copy_(token_B)
