@@ -33,7 +33,11 @@ def short_convolution(x, weight, bias=None, *, silu=False, heads=None, state=Non
     return out, chunked.state_after(x, weight.shape[0], state)
 
 
-def _tiles(x, past, weight, bias, silu, heads):
+def _plain(*given):
+    return tuple(None if y is None else y.contiguous() for y in given)
+
+
+def _tiles(x, weight, silu, heads):
     """The grid of programs and what they are compiled for."""
     B, T, D = x.shape
     size = CHANNELS if heads is None else D // heads
@@ -53,7 +57,8 @@ def _tiles(x, past, weight, bias, silu, heads):
 
 
 def forward(x, weight, bias, past, *, silu, heads):
-    grid, options = _tiles(x, past, weight, bias, silu, heads)
+    grid, options = _tiles(x, weight, silu, heads)
+    x, past, weight, bias = _plain(x, past, weight, bias)
     out = torch.empty_like(x)
     launch(_forward, grid, x, past, weight, bias, out, x.shape[1], x.shape[2], **options, warps=1)
     return (out,), ()
@@ -63,11 +68,12 @@ def backward(inputs, residuals, gradients, *, silu, heads):
     x, weight, bias, past = inputs
     (dout,) = gradients
     B, T, D = x.shape
-    grid, options = _tiles(x, past, weight, bias, silu, heads)
+    grid, options = _tiles(x, weight, silu, heads)
+    x, past, weight, bias, dout = _plain(x, past, weight, bias, dout)
     dx = torch.empty_like(x)
     dpast = None if past is None else torch.empty_like(past)
     parts = x.new_empty((B * grid[1], 5, D), dtype=torch.float32)
-    launch(_backward, grid, x, past, weight, bias, dout.contiguous(), dx, dpast, parts, T, D, **options, warps=1)
+    launch(_backward, grid, x, past, weight, bias, dout, dx, dpast, parts, T, D, **options, warps=1)
     dbias = None if bias is None else parts[:, 4].sum(0).to(bias.dtype)
     return dx, parts[:, 4 - len(weight) : 4].sum(0).to(weight.dtype), dbias, dpast
 

@@ -39,6 +39,7 @@ def loss_and_gradient(
     (N, width), V = x_ND.shape, len(embedding_VD)
     W, D = divide_up(V, ALIGN) * ALIGN, divide_up(width, 8) * 8
     x_ND = torch.nn.functional.pad(x_ND, (0, D - width)).contiguous()
+    target_N, weight_N = target_N.contiguous(), weight_N.contiguous()
     matrix_WD = x_ND.new_zeros((W, D))
     matrix_WD[:V, :width] = embedding_VD
     nll_N = x_ND.new_empty(N, dtype=torch.float32)
@@ -76,7 +77,7 @@ def _scores(x_ND, matrix_WD, target_N, weight_N, nll_N, V, differentiate):
     described = [
         None if y is None else TensorDescriptor.from_tensor(y, s) for y, s in ((x_ND, [R, K]), (matrix_WD, [C, K]), (q_NW, [R, C]))
     ]
-    options = {"CAP": SOFT_CAP, "R": R, "C": C, "K": K, "GROUP": 8, "PRECISION": dot_precision(x_ND.dtype)}
+    options = {"CAP": SOFT_CAP, "R": R, "C": C, "K": K, "GROUP": 16, "PRECISION": dot_precision(x_ND.dtype)}
     launch(_tiles, (divide_up(N, R) * tiles,), *described, sums_NI, N, V, W, D, **options, warps=warps, stages=stages)
     given = (x_ND, matrix_WD, target_N, weight_N, sums_NI, q_NW, nll_N, factor_N, scaled_ND)
     launch(_close, (N,), *given, tiles, W, D, CAP=SOFT_CAP, BLOCK=1024, warps=4)

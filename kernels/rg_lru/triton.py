@@ -20,8 +20,9 @@ from kernels.rg_lru import chunked
 from kernels.rg_lru.reference import State
 
 CHANNELS = 32
-FORWARD, BACKWARD = (128, 3, 4), (64, 3, 4)
-"""Tokens of a tile, tiles on their way, warps."""
+TOKENS, STAGES, WARPS = 128, 3, 4
+RESIDENT = 264
+"""Backward programs with whole tiles that an H200 has at once."""
 
 
 def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = None) -> tuple[Any, State]:
@@ -31,9 +32,9 @@ def rg_lru(x: Any, log_a: Any, *, state: State | None = None, segments: Any = No
 
 def forward(x, log_a, h_BD):
     B, T, D = x.shape
+    x, log_a, h_BD = x.contiguous(), log_a.contiguous(), h_BD.contiguous()
     out, last = torch.empty_like(x), torch.empty_like(h_BD)
-    C, stages, warps = FORWARD
-    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=C, BLOCK=CHANNELS, STAGES=stages, warps=warps)
+    launch(_forward, (divide_up(D, CHANNELS), B), x, log_a, h_BD, out, last, T, D, C=TOKENS, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
     return (out, last), ()
 
 
@@ -41,10 +42,12 @@ def backward(inputs, residuals, gradients):
     x, log_a, h_BD = inputs
     (out,), (dout, dlast) = residuals, gradients
     B, T, D = x.shape
-    dx, dlog_a, dh_BD = torch.empty_like(x), torch.empty_like(log_a), torch.empty_like(h_BD)
-    given = (dout.contiguous(), dlast.contiguous(), log_a, out, h_BD)
-    C, stages, warps = BACKWARD
-    launch(_backward, (divide_up(D, CHANNELS), B), *given, dx, dlog_a, dh_BD, T, D, C=C, BLOCK=CHANNELS, STAGES=stages, warps=warps)
+    given = tuple(y.contiguous() for y in (dout, dlast, log_a, out, h_BD))
+    dx, dlog_a, dh_BD = (torch.empty_like(y) for y in (given[3], *given[2::2]))
+    grid = (divide_up(D, CHANNELS), B)
+    few_wait = RESIDENT < grid[0] * B <= 1.5 * RESIDENT  # with half a tile, all of them fit at once
+    C = TOKENS // 2 if few_wait else TOKENS
+    launch(_backward, grid, *given, dx, dlog_a, dh_BD, T, D, C=C, BLOCK=CHANNELS, STAGES=STAGES, warps=WARPS)
     return dx, dlog_a, dh_BD
 
 

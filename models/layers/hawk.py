@@ -91,8 +91,9 @@ class Hawk(Layer):
     ) -> tuple[Array, State]:  # fmt: skip
         """See Layer.forward. State: the convolution's ("conv") and the recurrence's ("memory")."""
         gate_BTL, u_BTL, log_a_BTL, after = self._inputs(p, x_BTD, state, segments, ops=ops)
+        u_BTL = ops.cast(u_BTL, x_BTD.dtype)  # as RecurrentGemma has it: half the bytes through the recurrence
         h_BTL, after["memory"] = kernel.rg_lru(u_BTL, log_a_BTL, state=(state or {}).get("memory"), segments=segments)
-        return linear(ops.cast(h_BTL, x_BTD.dtype) * gate_BTL, p["out"], p["out_bias"], ops=ops), after
+        return linear(h_BTL * gate_BTL, p["out"], p["out_bias"], ops=ops), after
 
     def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
         """See Layer.step."""

@@ -189,6 +189,29 @@ def test_causality(name, option, token):
 
 
 @every_operation
+def test_strides_change_nothing(name):
+    """Inputs and states with other strides: the same outputs, states and gradients."""
+    operation, options = settings(name)
+    xs, state = make(operation, SIZES["odd"])
+
+    def restride(x):
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
+
+    def run(laid_out):
+        given, start = to_torch(operation, xs, state, "float32", gradient=True)
+        leaves = [x for n, x in given.items() if n not in operation.without_gradient] + list(start[: len(state)])
+        moved = {n: x if n in operation.fixed else laid_out(x) for n, x in given.items()}
+        o, end, _ = call(operation, moved, type(start)(*(laid_out(x) for x in start[:-1]), start[-1]), None, **options)
+        loss = (o * laid_out(torch.linspace(-1, 1, o.numel()).reshape(o.shape))).sum() + sum(
+            x.square().sum() for x in operation.comparable(end)
+        )
+        return o, *end, *torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    for a, b in zip(run(lambda x: x), run(restride), strict=True):
+        assert (a is None and b is None) or error(a, b) <= TOLERANCES["same"]
+
+
+@every_operation
 def test_padding_and_batch_change_nothing(name):
     """A row in a batch with padding anywhere, whatever the padding holds, is the row alone without it; its gradient there is 0."""
     operation, options = settings(name)
