@@ -125,7 +125,8 @@ def asked(params: Params, cell: Cell, settings: set[str], versions: dict[str, in
     for name, task in params.tasks.items():
         if task.only.takes(cell.model, cell.scale, cell.budget):
             entry = task.scoring() | {"code": versions[task.kind]}
-            also = {"group": task.group, "settings": [one for one in task.settings if one in settings]}
+            swept = settings if task.settings_only.takes(cell.model, cell.scale, cell.budget) else set()
+            also = {"group": task.group, "settings": [one for one in task.settings if one in swept]}
             found[name] = entry | {field: value for field, value in also.items() if value}
     return found
 

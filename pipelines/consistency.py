@@ -145,11 +145,11 @@ def _tasks(params: Params) -> None:
                 raise ValueError(
                     f"tasks.{name}.settings: {setting!r} is not one of evaluation.settings; {nearest(setting, params.evaluation.settings)}"
                 )
-        for axis in ("models", "scales", "budgets"):
-            for one in getattr(task.only, axis):
+        for where, axis in ((where, axis) for where in ("only", "settings_only") for axis in ("models", "scales", "budgets")):
+            for one in getattr(getattr(task, where), axis):
                 if one not in getattr(params, axis):
                     raise ValueError(
-                        f"tasks.{name}.only.{axis}: {one!r} is not defined under {axis}; {nearest(one, getattr(params, axis))}"
+                        f"tasks.{name}.{where}.{axis}: {one!r} is not defined under {axis}; {nearest(one, getattr(params, axis))}"
                     )
 
 

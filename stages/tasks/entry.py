@@ -232,7 +232,8 @@ class Scoring(Strict):
 
 class Task(Scoring):
     """An entry of `tasks:`. items or generate: where its items come from. examples: where few-shot examples do; None: from the items that `limit`
-    leaves over. group: the mean it is part of. only: the cells it is for. settings: of `evaluation.settings`, those it is evaluated under besides.
+    leaves over. group: the mean it is part of. only: the cells it is for. settings: of `evaluation.settings`, those it is evaluated under besides, in the
+    cells that settings_only lists.
     """
 
     items: Files | None = None
@@ -241,6 +242,7 @@ class Task(Scoring):
     group: Word | None = None
     only: Only = Only()
     settings: list[str] = []
+    settings_only: Only = Only()
 
     @model_validator(mode="after")
     def _has_items(self) -> Task:

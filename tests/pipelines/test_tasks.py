@@ -101,6 +101,11 @@ def test_only_the_cells_that_are_listed_are_asked():
     assert "items/new" not in found["evaluate", "gla-tiny-1m"].inputs and "items/new" in found["evaluate", "mesa-tiny-1m"].inputs
 
 
+def test_settings_are_for_the_cells_that_are_listed():
+    found = unit_keys(study(new=NEW | {"settings": ["cg-2"], "settings_only": {"models": ["mesa", "gla"]}}))
+    assert {name for name in found if "new@0-" in name} == {"mesa-tiny-1m/new@0-cg-2"}  # gla has no solver
+
+
 def test_every_input_has_a_maker():
     params = study(new=FEW_SHOT)
     found = specs(params, version_table())
