@@ -35,7 +35,7 @@ def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
     q, k, v = operands(q, k, v)
     m_BTH, log_keep_BTH, write_BTH, m_BH = relative(log_input, log_decay, m_BH)
     gates = walks.gates(log_keep_BTH, None, chunk)
-    options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK)}
+    options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK.contiguous())}
     starts, C, n_starts, n = walks.walk(k, v, gates, write_BTH, C_BHKV, **options)
     o, weight, kept = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
     return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight, kept)
