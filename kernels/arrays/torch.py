@@ -396,7 +396,8 @@ def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, static: str, *arrays: Array) -> tuple[Array, ...]:
-            everything = forward_op(list(arrays), static)
+            run = forward_op if torch.compiler.is_compiling() else run_forward  # an opaque operation costs 0.1 ms of the host's time
+            everything = run(list(arrays), static)
             results, residuals = everything[:outputs], everything[outputs:]
             ctx.save_for_backward(*arrays, *results[:saved], *residuals)
             ctx.count, ctx.static = len(arrays), static
@@ -407,7 +408,8 @@ def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: 
         def backward(ctx, *gradients: Array) -> tuple:
             saved = ctx.saved_tensors  # asked for once: where a block is recomputed, that is all there is
             arrays, residuals = saved[: ctx.count], saved[ctx.count :]
-            results = backward_op(list(arrays), list(residuals), list(gradients), ctx.static)
+            followed = torch.compiler.is_compiling() or torch.is_grad_enabled()  # the opaque operation refuses a gradient of the gradient
+            results = (backward_op if followed else run_backward)(list(arrays), list(residuals), list(gradients), ctx.static)
             return (None, *(g if g.shape == x.shape else None for g, x in zip(results, arrays, strict=True)))
 
     def call(*arrays: Array | None, **static: Any) -> tuple[Array, ...]:
@@ -428,6 +430,7 @@ def _written(static: dict[str, Any]) -> str:
     return ";".join(f"{key}={value!r}" for key, value in static.items())
 
 
+@functools.cache
 def _unwritten(static: str) -> dict[str, Any]:
     return {key: ast.literal_eval(value) for key, value in (part.split("=", 1) for part in static.split(";") if part)}
 
