@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipelines import check, pins, resolve
 from pipelines.cells import ITEMS, makers, model_of, specs, version_table
 from pipelines.params import Params, cells
 from pipelines.reading import load, parse, read
 from stages import evaluate, items
+from stages.tasks.entry import Task
 
 NANO = Path(__file__).parents[2] / "pipelines" / "nano"
 PIN = "sha256:" + "1" * 64
@@ -169,3 +172,16 @@ def test_lock_data_pins_tasks_too(tmp_path):
         and found["tasks.factbook-choice.items"][0] == found["tasks.factbook-choice.items"][1]
     )
     assert load(tmp_path).tasks["factbook-recall"].items.pin == pin
+
+
+def test_the_entries_that_the_documentation_shows_are_valid():
+    text = (NANO.parents[1] / "docs" / "tasks.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    entries = {
+        name: entry
+        for block in blocks
+        for name, entry in yaml.safe_load(block if block.startswith("tasks:") else f"tasks:\n{block}")["tasks"].items()
+    }
+    assert len(entries) > 10
+    for entry in entries.values():
+        Task.model_validate(entry)
