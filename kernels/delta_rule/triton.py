@@ -15,7 +15,8 @@ every chunk at once. Backward, `_walk_back` carries dS the other way and leaves 
 Kept for the gradient: L, the inverse, P, E and the chunks' starting states, in q's dtype; products are of q's dtype and sums float32.
 
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, M = B H. BK is K filled up to a power of two or a tile
-of it, BV a tile of V. A chunk's gates are five rows of C: beta, c, z, and the sum and document that D is made of (`tiles.decay_sums`).
+of it, BV a tile of V. A chunk's gates are five rows of C: beta, c, z, the running sum of log decays, and where a
+token's document begins in the chunk.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ from kernels import arrays
 from kernels.delta_rule import chunked
 from kernels.launch import divide_up, dot_precision, launch
 from kernels.linear_attention.reference import State
-from kernels.tiles import decay_between, decay_sums
+from kernels.tiles import decay_sums
 
 Array = Any  # torch.Tensor
 GATES = tl.constexpr(5)
@@ -51,30 +52,40 @@ TILES = {  # BK, BV: the largest tile of keys and of values; without BK, keys ar
 
 
 @triton.jit
-def _rows(n, m, T, H, C: tl.constexpr):
-    """(row_C, there_C): where the tokens of chunk n of head m lie in [B, T, H], and which exist."""
-    token_C = n * C + tl.arange(0, C)
-    return ((m // H).to(tl.int64) * T + token_C) * H + m % H, token_C < T
+def _rows(n, m, T, H: tl.constexpr, C: tl.constexpr):
+    """(first, row_C, there_C): where the tokens of chunk n of head m lie in [B, T, H], from the chunk's first on, and which exist."""
+    token_C = tl.arange(0, C)
+    first = ((m // H).to(tl.int64) * T + n * C) * H + m % H
+    return first, token_C * H, token_C < T - n * C
 
 
 @triton.jit
-def _tile(x, row_C, there_C, first, size, B: tl.constexpr):
-    """[C, B]: columns `first` on of rows of `size` numbers; 0 where there is none."""
-    column_B = first + tl.arange(0, B)
-    return tl.load(x + row_C[:, None] * size + column_B[None, :], mask=there_C[:, None] & (column_B < size)[None, :], other=0.0)
+def _tile(x, row_C, there_C, begin, size: tl.constexpr, B: tl.constexpr):
+    """[C, B]: columns `begin` on of rows of `size` numbers; 0 where there is none."""
+    column_B = begin + tl.arange(0, B)
+    return tl.load(x + (row_C[:, None] * size + column_B[None, :]), mask=there_C[:, None] & (column_B < size)[None, :], other=0.0)
 
 
 @triton.jit
-def _put(x, row_C, there_C, first, size, value_CB):
-    column_B = first + tl.arange(0, value_CB.shape[1])
+def _put(x, row_C, there_C, begin, size: tl.constexpr, value_CB):
+    column_B = begin + tl.arange(0, value_CB.shape[1])
     mask = there_C[:, None] & (column_B < size)[None, :]
-    tl.store(x + row_C[:, None] * size + column_B[None, :], value_CB.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + (row_C[:, None] * size + column_B[None, :]), value_CB.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _square(x, chunk, C: tl.constexpr):
     """Pointers to [C, C] of one chunk."""
-    return x + chunk * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    return x + chunk * C * C + (tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :])
+
+
+@triton.jit
+def _between(sum_C, begin_C):
+    """D [C, C], row t, column s: the decay from s to t >= s, 0 before the document that begins at t's `begin`. As `tiles.decay_between` with fewer
+    numbers a column."""
+    i = tl.arange(0, sum_C.shape[0])
+    seen = (i[:, None] >= i[None, :]) & (i[None, :] >= begin_C[:, None])
+    return tl.where(seen, tl.exp(tl.where(seen, sum_C[:, None] - sum_C[None, :], 0.0)), 0.0)
 
 
 @triton.jit
@@ -122,32 +133,33 @@ def _inverse_unit_lower(a_CC, precision: tl.constexpr):
 
 @triton.jit
 def _triangles(
-    k, beta, log_decay, overlaps, inverse, gates, T, H, K,
-    C: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    k, beta, log_decay, overlaps, inverse, gates, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     n, m = tl.program_id(0), tl.program_id(1)
     chunk = m.to(tl.int64) * tl.num_programs(0) + n
     i = tl.arange(0, C)
-    row_C, there_C = _rows(n, m, T, H, C)
-    k_CK = _tile(k, row_C, there_C, 0, K, BK)
-    beta_C = tl.load(beta + row_C, mask=there_C, other=0.0)
+    token, row_C, there_C = _rows(n, m, T, H, C)
+    k_CK = _tile(k + token * K, row_C, there_C, 0, K, BK)
+    beta_C = tl.load(beta + token + row_C, mask=there_C, other=0.0)
     gate = gates + chunk * GATES * C + i
     tl.store(gate, beta_C)
 
     overlap_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
     if DECAYS:
         # The first token's decay is in c alone: what else happens in the chunk does not depend on whether it drops the state.
-        log_C = tl.load(log_decay + row_C, mask=there_C, other=0.0)
+        log_C = tl.load(log_decay + token + row_C, mask=there_C, other=0.0)
         first = tl.sum(tl.where(i == 0, log_C, 0.0))
         sum_C, document_C = decay_sums(tl.where(i == 0, 0.0, log_C))
         last = i == C - 1
         all_sum, all_document = tl.sum(tl.where(last, sum_C, 0.0)), tl.sum(tl.where(last, document_C, 0))
         kept = document_C == all_document
+        begin_C = tl.sum((document_C[None, :] < document_C[:, None]).to(tl.float32), 1)
         tl.store(gate + C, tl.where(document_C == 0, tl.exp(first + sum_C), 0.0))
         tl.store(gate + 2 * C, tl.where(kept, tl.exp(tl.where(kept, all_sum - sum_C, 0.0)), 0.0))
         tl.store(gate + 3 * C, sum_C)
-        tl.store(gate + 4 * C, document_C.to(tl.float32))
-        overlap_CC *= decay_between(sum_C, document_C)
+        tl.store(gate + 4 * C, begin_C)
+        overlap_CC *= _between(sum_C, begin_C)
 
     overlap_CC = tl.where(i[:, None] > i[None, :], overlap_CC, 0.0)
     tl.store(_square(overlaps, chunk, C), overlap_CC.to(overlaps.dtype.element_ty))
@@ -159,8 +171,8 @@ def _triangles(
 
 @triton.jit
 def _walk(
-    k, v, inverse, gates, first, e, starts, last, T, H, K, V, N,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, inverse, gates, first, e, starts, last, T, N,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v0, m = tl.program_id(0) * BV, tl.program_id(1)
     head = m.to(tl.int64)
@@ -169,10 +181,10 @@ def _walk(
     S_KV = _tile(first + head * K * V, row_K, there_K, v0, V, BV)
     for n in range(N):
         chunk = head * N + n
-        row_C, there_C = _rows(n, m, T, H, C)
+        token, row_C, there_C = _rows(n, m, T, H, C)
         gate = gates + chunk * GATES * C + i
-        k_CK = _tile(k, row_C, there_C, 0, K, BK)
-        v_CV = _tile(v, row_C, there_C, v0, V, BV)
+        k_CK = _tile(k + token * K, row_C, there_C, 0, K, BK)
+        v_CV = _tile(v + token * V, row_C, there_C, v0, V, BV)
         start_KV = S_KV.to(k_CK.dtype)
         _put(starts + chunk * K * V, row_K, there_K, v0, V, start_KV)
         held_CV = tl.dot(k_CK, start_KV, input_precision=PRECISION)
@@ -180,7 +192,7 @@ def _walk(
             held_CV *= tl.load(gate + C)[:, None]
         r_CV = v_CV.to(tl.float32) - held_CV
         e_CV = tl.dot(tl.load(_square(inverse, chunk, C)), r_CV.to(k_CK.dtype), acc=r_CV, input_precision=PRECISION)
-        _put(e, row_C, there_C, v0, V, e_CV)
+        _put(e + token * V, row_C, there_C, v0, V, e_CV)
         u_CV = e_CV * tl.load(gate)[:, None]
         if DECAYS:
             u_CV *= tl.load(gate + 2 * C)[:, None]
@@ -191,19 +203,19 @@ def _walk(
 
 @triton.jit
 def _read(
-    q, k, e, starts, gates, scores, o, T, H, K, V, N, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, e, starts, gates, scores, o, T, N, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v0, n, m = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     chunk = m.to(tl.int64) * N + n
     i, row_K = tl.arange(0, C), tl.arange(0, BK)
-    row_C, there_C = _rows(n, m, T, H, C)
+    token, row_C, there_C = _rows(n, m, T, H, C)
     gate = gates + chunk * GATES * C + i
-    q_CK = _tile(q, row_C, there_C, 0, K, BK)
-    k_CK = _tile(k, row_C, there_C, 0, K, BK)
+    q_CK = _tile(q + token * K, row_C, there_C, 0, K, BK)
+    k_CK = _tile(k + token * K, row_C, there_C, 0, K, BK)
     score_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * scale
     if DECAYS:
-        score_CC *= decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C))
+        score_CC *= _between(tl.load(gate + 3 * C), tl.load(gate + 4 * C))
     else:
         score_CC = tl.where(i[:, None] >= i[None, :], score_CC, 0.0)
     score_CC = score_CC.to(q_CK.dtype)
@@ -212,15 +224,15 @@ def _read(
     o_CV = tl.dot(q_CK, _tile(starts + chunk * K * V, row_K, row_K < K, v0, V, BV), input_precision=PRECISION) * scale
     if DECAYS:
         o_CV *= tl.load(gate + C)[:, None]
-    u_CV = _tile(e, row_C, there_C, v0, V, BV).to(tl.float32) * tl.load(gate)[:, None]
+    u_CV = _tile(e + token * V, row_C, there_C, v0, V, BV).to(tl.float32) * tl.load(gate)[:, None]
     o_CV = tl.dot(score_CC, u_CV.to(q_CK.dtype), acc=o_CV, input_precision=PRECISION)
-    _put(o, row_C, there_C, v0, V, o_CV)
+    _put(o + token * V, row_C, there_C, v0, V, o_CV)
 
 
 @triton.jit
 def _walk_back(
-    q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, H, K, V, N, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, N, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v0, m = tl.program_id(0) * BV, tl.program_id(1)
     head = m.to(tl.int64)
@@ -230,10 +242,10 @@ def _walk_back(
     for back in range(N):
         n = N - 1 - back
         chunk = head * N + n
-        row_C, there_C = _rows(n, m, T, H, C)
+        token, row_C, there_C = _rows(n, m, T, H, C)
         gate = gates + chunk * GATES * C + i
-        k_CK = _tile(k, row_C, there_C, 0, K, BK)
-        do_CV = _tile(do, row_C, there_C, v0, V, BV)
+        k_CK = _tile(k + token * K, row_C, there_C, 0, K, BK)
+        do_CV = _tile(do + token * V, row_C, there_C, v0, V, BV)
         dend_KV = dS_KV.to(k_CK.dtype)
         _put(dends + chunk * K * V, row_K, there_K, v0, V, dend_KV)
         du_CV = tl.dot(k_CK, dend_KV, input_precision=PRECISION)
@@ -243,9 +255,9 @@ def _walk_back(
         du_CV *= tl.load(gate)[:, None]
         transposed_CC = tl.trans(tl.load(_square(inverse, chunk, C)))
         dv_CV = tl.dot(transposed_CC, du_CV.to(k_CK.dtype), acc=du_CV, input_precision=PRECISION)
-        _put(dv, row_C, there_C, v0, V, dv_CV)
+        _put(dv + token * V, row_C, there_C, v0, V, dv_CV)
 
-        q_CK = _tile(q, row_C, there_C, 0, K, BK)
+        q_CK = _tile(q + token * K, row_C, there_C, 0, K, BK)
         do_CV = do_CV.to(tl.float32) * scale
         dv_CV = -dv_CV
         if DECAYS:
@@ -260,14 +272,14 @@ def _walk_back(
 
 @triton.jit
 def _within_back(
-    q, k, do, dv, e, starts, dends, overlaps, scores, gates, dq, dk, dbeta, dlog_decay, T, H, K, V, N, part_size, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, do, dv, e, starts, dends, overlaps, scores, gates, dq, dk, dbeta, dlog_decay, T, N, part_size, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, n, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunk = m.to(tl.int64) * N + n
     i, row_K = tl.arange(0, C), part * BK + tl.arange(0, BK)
     there_K = row_K < K
-    row_C, there_C = _rows(n, m, T, H, C)
+    token, row_C, there_C = _rows(n, m, T, H, C)
 
     read_CC = tl.zeros((C, C), tl.float32)
     solved_CC = tl.zeros((C, C), tl.float32)
@@ -276,9 +288,9 @@ def _within_back(
     dk_end_CK = tl.zeros((C, BK), tl.float32)
     for tile in range(TILES):
         v0 = tile * BV
-        do_CV = _tile(do, row_C, there_C, v0, V, BV)
-        e_CV = _tile(e, row_C, there_C, v0, V, BV)
-        dv_CV = _tile(dv, row_C, there_C, v0, V, BV)
+        do_CV = _tile(do + token * V, row_C, there_C, v0, V, BV)
+        e_CV = _tile(e + token * V, row_C, there_C, v0, V, BV)
+        dv_CV = _tile(dv + token * V, row_C, there_C, v0, V, BV)
         start_KV = _tile(starts + chunk * K * V, row_K, there_K, v0, V, BV)
         dend_KV = _tile(dends + chunk * K * V, row_K, there_K, v0, V, BV)
         read_CC = tl.dot(do_CV, tl.trans(e_CV), acc=read_CC, input_precision=PRECISION)
@@ -287,33 +299,35 @@ def _within_back(
         dk_start_CK = tl.dot(dv_CV, tl.trans(start_KV), acc=dk_start_CK, input_precision=PRECISION)
         dk_end_CK = tl.dot(e_CV, tl.trans(dend_KV), acc=dk_end_CK, input_precision=PRECISION)
 
-    q_CK = _tile(q, row_C, there_C, part * BK, K, BK)
-    k_CK = _tile(k, row_C, there_C, part * BK, K, BK)
+    k_CK = _tile(k + token * K, row_C, there_C, part * BK, K, BK)
     gate = gates + chunk * GATES * C + i
     beta_C = tl.load(gate)
     dq_CK *= scale
     if DECAYS:
         c_C = tl.load(gate + C)
-        dq_CK *= c_C[:, None]
         dk_start_CK *= c_C[:, None]
         dk_end_CK *= tl.load(gate + 2 * C)[:, None]
-        since_C = tl.sum(q_CK.to(tl.float32) * dq_CK, 1) - tl.sum(k_CK.to(tl.float32) * dk_start_CK, 1)
+        since_C = -tl.sum(k_CK.to(tl.float32) * dk_start_CK, 1)
     through_C = tl.sum(k_CK.to(tl.float32) * dk_end_CK, 1)
     dk_CK = dk_end_CK * beta_C[:, None] - dk_start_CK
+    q_CK = _tile(q + token * K, row_C, there_C, part * BK, K, BK)
+    if DECAYS:
+        dq_CK *= c_C[:, None]
+        since_C += tl.sum(q_CK.to(tl.float32) * dq_CK, 1)
 
     # What reaches Q K^T and K K^T
     if DECAYS:
-        between_CC = decay_between(tl.load(gate + 3 * C), tl.load(gate + 4 * C)) * beta_C[None, :]
+        between_CC = _between(tl.load(gate + 3 * C), tl.load(gate + 4 * C)) * beta_C[None, :]
     else:
         between_CC = tl.where(i[:, None] >= i[None, :], beta_C[None, :], 0.0)
     dscore_CC = (read_CC * between_CC * scale).to(k_CK.dtype)
     dq_CK = tl.dot(dscore_CC, k_CK, acc=dq_CK, input_precision=PRECISION)
-    _put(dq, row_C, there_C, part * BK, K, dq_CK)
+    _put(dq + token * K, row_C, there_C, part * BK, K, dq_CK)
     dk_CK = tl.dot(tl.trans(dscore_CC), q_CK, acc=dk_CK, input_precision=PRECISION)
     doverlap_CC = tl.where(i[:, None] > i[None, :], -solved_CC * between_CC, 0.0).to(k_CK.dtype)
     dk_CK = tl.dot(doverlap_CC, k_CK, acc=dk_CK, input_precision=PRECISION)
     dk_CK = tl.dot(tl.trans(doverlap_CC), k_CK, acc=dk_CK, input_precision=PRECISION)
-    _put(dk, row_C, there_C, part * BK, K, dk_CK)
+    _put(dk + token * K, row_C, there_C, part * BK, K, dk_CK)
 
     # Gates: every part has its share of sums over keys; sums over pairs of tokens are the first part's.
     dbeta_C = through_C
@@ -327,7 +341,7 @@ def _within_back(
         if DECAYS:
             pairs_CC = tl.where(i[:, None] > i[None, :], pairs_CC * beta_C[None, :], 0.0)
             reached_CC += tl.where(i[:, None] >= i[None, :], tl.cumsum(pairs_CC, 1) - pairs_CC, 0.0)
-    tl.store(dbeta + part * part_size + row_C, dbeta_C, mask=there_C)
+    tl.store(dbeta + part * part_size + token + row_C, dbeta_C, mask=there_C)
     if DECAYS:
         kept_KV = tl.zeros((BK, BV), tl.float32)
         for tile in range(TILES):
@@ -335,7 +349,7 @@ def _within_back(
             dend_KV = _tile(dends + chunk * K * V, row_K, there_K, tile * BV, V, BV)
             kept_KV += start_KV.to(tl.float32) * dend_KV.to(tl.float32)
         kept = tl.sum(kept_KV) * tl.load(gates + chunk * GATES * C + 2 * C - 1)
-        tl.store(dlog_decay + part * part_size + row_C, tl.sum(reached_CC, 0) + kept, mask=there_C)
+        tl.store(dlog_decay + part * part_size + token + row_C, tl.sum(reached_CC, 0) + kept, mask=there_C)
 
 
 def forward(q, k, v, beta, log_decay, S_BHKV, *, scale, chunk):
@@ -348,15 +362,15 @@ def forward(q, k, v, beta, log_decay, S_BHKV, *, scale, chunk):
     overlaps, inverse, scores = (q.new_empty(M, N, C, C) for _ in range(3))
     gates, starts = q.new_empty(M, N, GATES.value, C, dtype=torch.float32), q.new_empty(M, N, K, V)
     o, e, last = torch.empty_like(v), torch.empty_like(v), torch.empty_like(S_BHKV)
-    shared = {"C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+    shared = {"H": H, "K": K, "V": V, "C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
 
     tile = fitted("triangles", q.dtype, K, V)
-    launch(_triangles, (N, M), k, beta, log_decay, overlaps, inverse, gates, T, H, K, INVERSE=INVERSE[q.dtype], **shared, **tile)
+    launch(_triangles, (N, M), k, beta, log_decay, overlaps, inverse, gates, T, INVERSE=INVERSE[q.dtype], **shared, **tile)
     tile = fitted("walk", q.dtype, K, V)
-    launch(_walk, (divide_up(V, tile["BV"]), M), k, v, inverse, gates, S_BHKV, e, starts, last, T, H, K, V, N, **shared, **tile)
+    launch(_walk, (divide_up(V, tile["BV"]), M), k, v, inverse, gates, S_BHKV, e, starts, last, T, N, **shared, **tile)
     tile = fitted("read", q.dtype, K, V)
     grid = (divide_up(V, tile["BV"]), N, M)
-    launch(_read, grid, q, k, e, starts, gates, scores, o, T, H, K, V, N, scale, **shared, **tile)
+    launch(_read, grid, q, k, e, starts, gates, scores, o, T, N, scale, **shared, **tile)
     return (o.to(dtype), last), (overlaps, inverse, scores, gates, e, starts)
 
 
@@ -370,18 +384,18 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
     M, N = B * H, divide_up(T, C)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(do)
     dends, dfirst = torch.empty_like(starts), torch.empty_like(dlast)
-    shared = {"C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
+    shared = {"H": H, "K": K, "V": V, "C": C, "DECAYS": log_decay is not None, "PRECISION": dot_precision(q.dtype)}
 
     tile = fitted("walk_back", q.dtype, K, V)
     grid = (divide_up(V, tile["BV"]), M)
-    launch(_walk_back, grid, q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, H, K, V, N, scale, **shared, **tile)
+    launch(_walk_back, grid, q, k, do, inverse, scores, gates, dlast, dv, dends, dfirst, T, N, scale, **shared, **tile)
     tile = fitted("within_back", q.dtype, K, V)
     parts = divide_up(K, tile["BK"])
     dbeta = torch.empty(parts, B, T, H, dtype=torch.float32, device=q.device)
     dlog_decay = None if log_decay is None else torch.empty_like(dbeta)
     given = (q, k, do, dv, e, starts, dends, overlaps, scores, gates, dq, dk, dbeta, dlog_decay)
     options = {"TILES": divide_up(V, tile["BV"]), **shared, **tile}
-    launch(_within_back, (parts, N, M), *given, T, H, K, V, N, B * T * H, scale, **options)
+    launch(_within_back, (parts, N, M), *given, T, N, B * T * H, scale, **options)
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
     return dq, dk, dv, dbeta.sum(0), None if log_decay is None else dlog_decay.sum(0), dfirst
 
