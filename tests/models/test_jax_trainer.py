@@ -149,7 +149,7 @@ def test_memory_errors_are_the_same_of_both(monkeypatch):
     def too_much_for_torch(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
-    monkeypatch.setattr(theirs, "_step", too_much_for_torch)
+    monkeypatch.setattr(theirs, "_descend", too_much_for_torch)
     with pytest.raises(MemoryError, match="3 GiB"):
         step(theirs, 0)
 
