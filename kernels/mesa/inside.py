@@ -1,15 +1,16 @@
 """Mesa's gradients inside a chunk: reading S = [G | H] with the solution x under the output gradient [do | -e], e = A^-1 G do.
 
-See `kernels.linear_attention.chunked.inside`, which this is, and `kernels.chunks.decay_gradient`.
+See `kernels.linear_attention.chunked.inside`, which this is, and `kernels.chunks.decay_gradient`. Keys go in slices: registers.
 
-Shapes: C tokens of the chunk, K key size, V value size, X = V + K, M = chunks x B x H (chunk-major).
+Shapes: C tokens of the chunk, K key size, V value size, X = V + K, J keys of a slice, M = chunks x B x H (chunk-major).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.mesa.products import decays, low_part, product, to_end
-from kernels.tiles import decay_between
+from kernels.linear_attention.inside import across_chunks, between_pairs
+from kernels.linear_attention.walks import between, to_end
+from kernels.mesa.products import low_part, product
 
 
 @triton.jit
@@ -30,71 +31,76 @@ def once(a, b, sum, MODE: tl.constexpr):
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), sum)
 
 
-@triton.jit(do_not_specialize=["T", "H", "BH"])
+@triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def gradients(
-    x, back, do, k, v, log_decay, beta, sign, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, BH,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
+    MODE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head. dhigh, dlow [M, K, X], dthrough [M, 2]: of `walks.ends`; since [B, T, H]: of `solve`."""
-    m = tl.program_id(0).to(tl.int64)
-    n, bh = tl.program_id(0) // BH, tl.program_id(0) % BH
+    """One chunk of one head. dhigh, dlow [M, K, X], dthrough [M, TILES]: of `walks.ends`; since [B, T, H]: of `solve.check`."""
+    m = tl.program_id(0)
+    n, bh = m // BH, m % BH
     b, h = (bh // H).to(tl.int64), bh % H
     i_K, j_V, i_C = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
-    t_C = n * C + i_C
-    inside_C = t_C < T
-    row_C = (b * T + t_C) * H + h
-    at_CK, real_CK = row_C[:, None] * K + i_K[None, :], inside_C[:, None] & (i_K < K)[None, :]
-    at_CV, real_CV = row_C[:, None] * V + j_V[None, :], inside_C[:, None] & (j_V < V)[None, :]
-    at_KK, real_KK = m * K * (V + K) + i_K[:, None] * (V + K) + V + i_K[None, :], (i_K < K)[:, None] & (i_K < K)[None, :]
-    at_KV, real_KV = m * K * (V + K) + i_K[:, None] * (V + K) + j_V[None, :], (i_K < K)[:, None] & (j_V < V)[None, :]
+    row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
+    at_CV, real_CV = row_C[:, None] * V + j_V[None, :], real_C[:, None] & (j_V < V)[None, :]
+    v_CV = tl.load(v + row * V + at_CV, mask=real_CV, other=0.0)
+    do_CV = tl.load(do + row * V + at_CV, mask=real_CV, other=0.0)
+    score_CC, back_CC = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    for first_key in range(0, K, BJ):
+        j_J = first_key + tl.arange(0, BJ)
+        at_CJ, real_CJ = row_C[:, None] * K + j_J[None, :], real_C[:, None] & (j_J < K)[None, :]
+        k_CJ = tl.load(k + row * K + at_CJ, mask=real_CJ, other=0.0)
+        score_CC = times(tl.load(x + row * K + at_CJ, mask=real_CJ, other=0.0), tl.trans(k_CJ), score_CC, MODE)
+        back_CC = times(tl.load(back + row * K + at_CJ, mask=real_CJ, other=0.0), tl.trans(k_CJ), back_CC, MODE)
 
-    sum_C, document_C, flip_C, first = decays(log_decay, sign, row_C, inside_C)
-    beta_C = tl.load(beta + row_C, mask=inside_C, other=0.0)
-    between_CC = decay_between(sum_C, document_C) * flip_C[:, None] * flip_C[None, :]
-    to_end_C = to_end(sum_C, document_C, flip_C)
-    k_CK = tl.load(k + at_CK, mask=real_CK, other=0.0)
-    v_CV = tl.load(v + at_CV, mask=real_CV, other=0.0)
-    do_CV = tl.load(do + at_CV, mask=real_CV, other=0.0)
-    x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
-    e_CK = tl.load(back + at_CK, mask=real_CK, other=0.0)
-
-    score_CC = times(x_CK, tl.trans(k_CK), None, MODE)
-    dscore_CC = (once(do_CV, tl.trans(v_CV), None, MODE) - times(e_CK, tl.trans(k_CK), None, MODE)) * between_CC
-    weight_CC = tl.trans(score_CC * between_CC)
-
-    dG_KV = tl.load(dhigh + at_KV, mask=real_KV, other=0.0)
-    kD_CV = once(k_CK, dG_KV, None, MODE)
-    vD_CK = once(v_CV, tl.trans(dG_KV), None, MODE)
+    chunk = bh * N + n
+    sum_C, tag_C = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C)
+    end_C = to_end(sum_C, tag_C, tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1))
+    beta_C = tl.load(beta + row + row_C, mask=real_C, other=0.0)
+    decay_CC = between(sum_C, tag_C)
+    dscore_CC = (once(do_CV, tl.trans(v_CV), None, MODE) - back_CC) * decay_CC * beta_C[None, :]
+    dlog_decay_C = between_pairs(score_CC * dscore_CC, "tf32x3" if MODE == "exact" else "ieee")
+    weight_CC = score_CC * decay_CC
     if MODE != "exact":
-        dG_KV = tl.load(dlow + at_KV, mask=real_KV, other=0.0)
-        kD_CV = once(k_CK, dG_KV, kD_CV, MODE)
-        vD_CK = once(v_CV, tl.trans(dG_KV), vD_CK, MODE)
-    written_CV = once(weight_CC, do_CV, kD_CV * to_end_C[:, None], MODE)
-    tl.store(dv + at_CV, (written_CV * beta_C[:, None]).to(dv.dtype.element_ty), mask=real_CV)
-    dbeta_C = tl.sum(written_CV * v_CV.to(tl.float32), 1)
+        weight_CC, dscore_CC = weight_CC.to(tl.bfloat16), dscore_CC.to(tl.bfloat16)
 
-    dH_KK = tl.load(dhigh + at_KK, mask=real_KK, other=0.0)
-    kD_CK = once(k_CK, dH_KK, None, MODE)
-    vD_CK = once(k_CK, tl.trans(dH_KK), vD_CK, MODE)
-    if MODE != "exact":
-        dH_KK = tl.load(dlow + at_KK, mask=real_KK, other=0.0)
-        kD_CK = once(k_CK, dH_KK, kD_CK, MODE)
-        vD_CK = once(k_CK, tl.trans(dH_KK), vD_CK, MODE)
-    vD_CK *= to_end_C[:, None]
-    to_end_gradient_C = tl.sum(vD_CK * k_CK.to(tl.float32), 1) * beta_C
-    written_CK = kD_CK * to_end_C[:, None] - once(weight_CC, e_CK, None, MODE)
-    dbeta_C += tl.sum(written_CK * k_CK.to(tl.float32), 1)
-    dk_CK = (once(tl.trans(dscore_CC), x_CK, vD_CK, MODE) + written_CK) * beta_C[:, None]
-    tl.store(dk + at_CK, dk_CK.to(dk.dtype.element_ty), mask=real_CK)
-    tl.store(dbeta + row_C, dbeta_C, mask=inside_C)
+    k_CK = tl.load(k + row * K + row_C[:, None] * K + i_K[None, :], mask=real_C[:, None] & (i_K < K)[None, :], other=0.0)
+    state = m.to(tl.int64) * K * (V + K)
+    written_CV = tl.zeros((C, BV), tl.float32)
+    dbeta_C, before_C = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    for first_key in range(0, K, BJ):
+        j_J = first_key + tl.arange(0, BJ)
+        at_CJ, real_CJ = row_C[:, None] * K + j_J[None, :], real_C[:, None] & (j_J < K)[None, :]
+        at_JV, real_JV = j_J[:, None] * (V + K) + j_V[None, :], (j_J < K)[:, None] & (j_V < V)[None, :]
+        at_JK, real_JK = j_J[:, None] * (V + K) + V + i_K[None, :], (j_J < K)[:, None] & (i_K < K)[None, :]
+        k_CJ = tl.load(k + row * K + at_CJ, mask=real_CJ, other=0.0)
+        dG_JV = tl.load(dhigh + state + at_JV, mask=real_JV, other=0.0)
+        dH_JK = tl.load(dhigh + state + at_JK, mask=real_JK, other=0.0)
+        written_CV = once(k_CJ, dG_JV, written_CV, MODE)
+        vD_CJ, kD_CJ = once(v_CV, tl.trans(dG_JV), None, MODE), once(k_CK, tl.trans(dH_JK), None, MODE)
+        if MODE != "exact":
+            dG_JV = tl.load(dlow + state + at_JV, mask=real_JV, other=0.0)
+            dH_JK = tl.load(dlow + state + at_JK, mask=real_JK, other=0.0)
+            written_CV = once(k_CJ, dG_JV, written_CV, MODE)
+            vD_CJ, kD_CJ = once(v_CV, tl.trans(dG_JV), vD_CJ, MODE), once(k_CK, tl.trans(dH_JK), kD_CJ, MODE)
+        k32_CJ = k_CJ.to(tl.float32)
+        vD_CJ, kD_CJ = vD_CJ * end_C[:, None], kD_CJ * end_C[:, None]
+        x_CJ = tl.load(x + row * K + at_CJ, mask=real_CJ, other=0.0)
+        e_CJ = tl.load(back + row * K + at_CJ, mask=real_CJ, other=0.0)
+        written_CJ = once(tl.trans(weight_CC), -e_CJ, None, MODE)
+        before_C += tl.sum(k32_CJ * (vD_CJ + 0.5 * kD_CJ), 1)  # of H's two: the key that is read with
+        dbeta_C += tl.sum(k32_CJ * (written_CJ + 0.5 * kD_CJ), 1)  # the key that is written
+        dk_CJ = once(tl.trans(dscore_CC), x_CJ, (written_CJ + vD_CJ + kD_CJ) * beta_C[:, None], MODE)
+        tl.store(dk + row * K + at_CJ, dk_CJ.to(dk.dtype.element_ty), mask=real_CJ)
 
-    # Token i is in the decay from s to t when s < i <= t: only sums over what i is in.
-    pairs_CC = dscore_CC * beta_C[None, :] * score_CC
-    up_to_CC = tl.cumsum(pairs_CC, 1)
-    within_C = tl.sum(tl.where(i_C[:, None] > i_C[None, :], up_to_CC, 0.0), 0)  # [j]: the pairs s <= j < t
-    since_C = tl.load(since + row_C, mask=inside_C, other=0.0)
-    shifted_C = tl.sum(tl.where(i_C[:, None] + 1 == i_C[None, :], within_C[:, None], 0.0), 0)
-    before_C = tl.sum(tl.where(i_C[:, None] < i_C[None, :], to_end_gradient_C[:, None], 0.0), 0)
-    after_C = tl.sum(tl.where(i_C[:, None] >= i_C[None, :], since_C[:, None], 0.0), 0)
-    whole = tl.load(dthrough + m * 2) + tl.load(dthrough + m * 2 + 1)
-    tl.store(dlog_decay + row_C, shifted_C + before_C + after_C + whole, mask=inside_C)
+    written_CV = once(tl.trans(weight_CC), do_CV, written_CV * end_C[:, None], MODE)
+    dbeta_C += tl.sum(written_CV * v_CV.to(tl.float32), 1)
+    tl.store(dv + row * V + at_CV, (written_CV * beta_C[:, None]).to(dv.dtype.element_ty), mask=real_CV)
+    tl.store(dbeta + row + row_C, dbeta_C, mask=real_C)
+    since_C = tl.load(since + row + row_C, mask=real_C, other=0.0)
+    dlog_decay_C += across_chunks(since_C, before_C * beta_C)
+    whole = tl.load(dthrough + m * TILES)
+    for i in tl.static_range(1, TILES):
+        whole += tl.load(dthrough + m * TILES + i)
+    tl.store(dlog_decay + row + row_C, dlog_decay_C + whole, mask=real_C)

@@ -1,4 +1,4 @@
-"""What the kernels of Mesa share: a chunk's gates, and products of float32 matrices on half-precision tensor cores.
+"""Products of float32 matrices on half-precision tensor cores.
 
 A float32 operand is held as high + low, two halves of 11 bits (float16, scaled by powers of two so that nothing leaves its range) or of
 8 (bfloat16). MODE says how a product is taken: "half", high by high alone; "split", with the low parts, float32's accuracy or nearly;
@@ -9,50 +9,6 @@ Shapes: C tokens of one chunk.
 
 import triton
 import triton.language as tl
-
-from kernels.tiles import GONE, decay_sums
-
-
-@triton.jit
-def decays(log_decay, sign, row_C, inside_C):
-    """(sum_C, document_C, flip_C, first): see `kernels.tiles.decay_sums`, the chunk's first token aside, whose log decay is `first`, so
-    that no bit inside the chunk depends on what was before it; flip_C is the product of the signs up to each token (1 without signs)."""
-    token_C = tl.arange(0, row_C.shape[0])
-    log_decay_C = tl.load(log_decay + row_C, mask=inside_C, other=0.0)
-    apart_C = (token_C == 0) & (log_decay_C >= GONE)
-    first = tl.sum(tl.where(apart_C, log_decay_C, 0.0), 0)
-    sum_C, document_C = decay_sums(tl.where(apart_C, 0.0, log_decay_C))
-    if sign is None:
-        flip_C = sum_C * 0.0 + 1.0
-    else:
-        negative_C = (tl.load(sign + row_C, mask=inside_C, other=1.0) < 0).to(tl.int32)
-        flip_C = 1.0 - 2.0 * (tl.cumsum(negative_C, 0) % 2).to(tl.float32)
-    return sum_C, document_C, flip_C, first
-
-
-@triton.jit
-def since_start(sum_C, document_C, flip_C, first):
-    """The decay from the chunk's start to each token."""
-    return tl.where(document_C == 0, tl.exp(first + sum_C), 0.0) * flip_C
-
-
-@triton.jit
-def last_of(x_C):
-    token_C = tl.arange(0, x_C.shape[0])
-    return tl.sum(tl.where(token_C == x_C.shape[0] - 1, x_C, 0), 0)
-
-
-@triton.jit
-def to_end(sum_C, document_C, flip_C):
-    """The decay from each token to the chunk's end."""
-    near_C = document_C == last_of(document_C)
-    return tl.where(near_C, tl.exp(tl.where(near_C, last_of(sum_C) - sum_C, 0.0)), 0.0) * flip_C * last_of(flip_C)
-
-
-@triton.jit
-def through(sum_C, document_C, flip_C, first):
-    """The decay over the whole chunk."""
-    return tl.where(last_of(document_C) == 0, tl.exp(first + last_of(sum_C)), 0.0) * last_of(flip_C)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from kernels import arrays
 from kernels.launch import divide_up, launch
 from kernels.linear_attention import triton as linear
+from kernels.linear_attention.walks import gates
 from kernels.mesa import chunked, inside, walks
 from kernels.mesa import solve as solver
 from kernels.mesa.reference import State
@@ -22,6 +23,10 @@ from kernels.mesa.reference import State
 Array = Any  # torch.Tensor
 
 CHUNK = 64
+TILE = 64
+"""Columns of [G | H] that one program walks with."""
+SLICE = 32
+"""Columns that a chunk's program takes at a time."""
 BOUND = 1e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
 
@@ -37,7 +42,8 @@ def mesa(q, k, v, log_decay, beta, lam, *, precision: str = "auto", **options: A
 def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk, precision):
     mode = products(q, k, v, precision)
     dtype = v.dtype
-    q, k, v, log_decay, beta, lam, sign, S_BHKX = operands(mode, q, k, v, log_decay, beta, lam, sign, S_BHKX)
+    q, k, v, beta, lam, S_BHKX = operands(mode, q, k, v, beta, lam, S_BHKX)
+    decays = gates(log_decay, sign, chunk)
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
@@ -47,52 +53,76 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     low = high if mode == "exact" else torch.empty_like(high)
     scale, last = new((M, 2), dtype=torch.float32), torch.empty_like(S_BHKX)
     launch(
-        walks.starts, (B * H, 2), k, v, log_decay, beta, sign, S_BHKX, high, low, scale, last, T, H, N, B * H,
-        **sizes, BW=tile(max(K, V)), MODE=mode, warps=8, stages=2,
+        walks.starts, (columns(K, V), B * H), k, v, beta, *decays, S_BHKX, high, low, scale, last, T, H, N, B * H,
+        **sizes, BV=tile(V), BW=TILE, MODE=mode, warps=4, stages=2,
     )  # fmt: skip
-    o, x = torch.empty_like(v), new(q.shape, dtype=torch.float32)
-    taken, residual = new(q.shape[:3], dtype=torch.int32), new(q.shape[:3], dtype=torch.float32)
-    launch(
-        solver.solve, (M,), q, k, v, x, log_decay, beta, sign, lam, high, low, scale, x, o, taken, residual, residual, residual,
-        T, H, B * H, steps, eps, BOUND,
-        **sizes, BV=tile(V), MODE=mode, BACK=False, JACOBI=start == "jacobi", CRITERION=criterion, warps=4, stages=1,
-    )  # fmt: skip
-    return (o.to(dtype), last, taken, residual), (x, high, scale, *(() if mode == "exact" else (low,)))
+    o = torch.empty_like(v)
+    x, taken, residual, _ = solve(q, k, v, None, beta, decays, lam, high, low, scale, o, None, steps, eps, criterion, start, mode)
+    return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *(() if mode == "exact" else (low,)))
+
+
+def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, mode):
+    """(x, steps taken, residual, Lambda's gradient by chunk) of A x = rhs; `output` is written. Backward: x0 is given; see `solver.check`."""
+    B, T, H, K = k.shape
+    V, M = v.shape[-1], high.shape[0]
+    sizes = {"K": K, "V": V, "C": CHUNK, "BK": tile(K)}
+    new = partial(k.new_empty, dtype=torch.float32)
+    x, taken, residual, back = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), x0 is not None
+    dlam = new((M, K)) if back else residual
+    rounds = (3 if back else 2) if mode == "refine" else 0  # of refinement
+    asked = new(beta.shape)
+    left, goal, flag = (new(k.shape), new(beta.shape), new((M,), dtype=torch.int32)) if rounds else (x, residual, taken)
+    x0, since = (x0, since) if back else (x, residual)
+    for number in range(rounds + 1):
+        first, last = number == 0, number == rounds
+        grid = (M,) if first else (min(M, 264),)  # two for each multiprocessor of the largest card
+        launch(
+            solver.iterate, grid, rhs if first else left, k, beta, *decays, lam, high, low, scale, x, taken, asked, goal, flag,
+            T, H, B * H, M, steps, eps,
+            **sizes, MODE="half" if mode == "refine" else mode, FIRST=first, JACOBI=first and start == "jacobi", CRITERION=criterion,
+            warps=4 if mode == "refine" else 8, stages=1,
+        )  # fmt: skip
+        launch(
+            solver.check, grid, rhs, k, v, x0, beta, *decays, lam, high, low, scale, x, taken, asked, left, goal, flag, output, residual, since,
+            dlam, T, H, B * H, M, steps, int(last), BOUND,
+            **sizes, BV=tile(V), BJ=SLICE, MODE="exact" if mode == "exact" else "split", BACK=back, FIRST=first, warps=4, stages=1,
+        )  # fmt: skip
+    return x, taken, residual, dlam
 
 
 def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, precision):
     q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
-    x, high, scale, low = residuals if len(residuals) == 4 else (*residuals, residuals[1])
+    x, high, scale, *decays = residuals[:6]
+    low = residuals[6] if len(residuals) > 6 else high
     do, dlast = gradients[:2]
     mode, dtypes = products(q, k, v, precision), (q.dtype, k.dtype, v.dtype)
-    q, k, v, log_decay, beta, lam, sign, S_BHKX = operands(mode, q, k, v, log_decay, beta, lam, sign, S_BHKX)
+    q, k, v, beta, lam, S_BHKX = operands(mode, q, k, v, beta, lam, S_BHKX)
     do, dlast = do.to(v.dtype).contiguous(), dlast.float().contiguous()
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     M = N * B * H
     sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = partial(q.new_empty, dtype=torch.float32)
-    back, dq, since, dlam = new(q.shape), torch.empty_like(q), new(q.shape[:3]), new((M, K))
+    rhs, dq, since = new(q.shape), torch.empty_like(q), new(beta.shape)
     launch(
-        solver.solve, (M,), do, k, v, x, log_decay, beta, sign, lam, high, low, scale, back, dq, since, since, since, dlam,
-        T, H, B * H, steps, eps, BOUND,
-        **sizes, BV=tile(V), MODE=mode, BACK=True, JACOBI=start == "jacobi", CRITERION=criterion, warps=4, stages=1,
+        solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
+        **sizes, BV=tile(V), MODE=mode, warps=8, stages=1,
     )  # fmt: skip
+    back, _, since, dlam = solve(rhs, k, v, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
-    dthrough, dS = new((M, 2)), new(S_BHKX.shape)
+    tiles = columns(K, V)
+    dthrough, dS = new((M, tiles)), new(S_BHKX.shape)
     launch(
-        walks.ends, (B * H, 2), x, do, back, log_decay, sign, high, low, scale, dlast, dhigh, dlow, dthrough, dS, T, H, N, B * H,
-        **sizes, BW=tile(max(K, V)), MODE=mode, warps=8, stages=2,
+        walks.ends, (tiles, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, T, H, N, B * H,
+        **sizes, BW=TILE, MODE=mode, warps=4, stages=2,
     )  # fmt: skip
     dk, dv, dbeta, dlog_decay = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape)
     launch(
-        inside.gradients, (M,), x, back, do, k, v, log_decay, beta, sign, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay,
-        T, H, B * H, **sizes, BV=tile(V), MODE=mode, warps=8, stages=1,
+        inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay,
+        T, H, N, B * H, **sizes, BV=tile(V), BJ=SLICE, TILES=tiles, MODE=mode, warps=4, stages=2,
     )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)
-    dH = dS[..., V:]
-    dS = torch.cat((dS[..., :V], (dH + dH.mT) / 2), -1)  # H is symmetric, and so is its gradient
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
     return dq, dk, dv, dlog_decay, dbeta, dlam.to(inputs[5].dtype), None, dS
 
@@ -112,6 +142,11 @@ def operands(mode: str, q, k, v, *rest: torch.Tensor | None) -> list[torch.Tenso
     return [x.to(torch.float32 if mode == "exact" else torch.bfloat16).contiguous() for x in (q, k, v)] + [
         None if x is None else x.float().contiguous() for x in rest
     ]
+
+
+def columns(K: int, V: int) -> int:
+    """Tiles of [G | H]'s columns."""
+    return divide_up(V, TILE) + divide_up(K, TILE)
 
 
 def tile(size: int) -> int:

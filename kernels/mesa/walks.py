@@ -1,60 +1,79 @@
 """Mesa's walks over the chunks: the statistics S = [G | H] at each chunk's start, and the gradient of S at each chunk's end.
 
-Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, C chunk length, N chunks, M = N B H (chunk-major).
+Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, C chunk length, N chunks, M = N B H (chunk-major), W columns of a tile.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.mesa.products import decays, low_part, operand, power_of_two, product, row_scales, since_start, through, to_end
+from kernels.linear_attention.walks import since_start, to_end
+from kernels.mesa.products import low_part, operand, power_of_two, product, row_scales
+
+
+@triton.jit
+def tile(x, row_C, real_C, first, size: tl.constexpr, block: tl.constexpr):
+    """[C, block] in float32 of x's columns from `first`."""
+    i = first + tl.arange(0, block)
+    return tl.load(x + row_C[:, None] * size + i[None, :], mask=real_C[:, None] & (i < size)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def starts(
-    k, v, log_decay, beta, sign, begin, high, low, scale, last, T, H, N, BH,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
+    k, v, beta, sums, tags, firsts, begin, high, low, scale, last, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One head's G (program_id(1) = 0) or H, from `begin` [BH, K, X] to `last`. high, low [M, K, X]: S / scale in two halves; scale [M, 2].
+    """Some columns of one head's G or, behind them, of its H, from `begin` [BH, K, X] to `last`.
 
-    MODE "exact": high is S itself.
+    high, low [M, K, X]: S / scale in two halves; scale [M, 2], of G and of H. MODE "exact": high is S itself.
     """
-    bh, part = tl.program_id(0), tl.program_id(1)
+    G_TILES: tl.constexpr = (V + BW - 1) // BW
+    bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    i_K, j_W = tl.arange(0, BK), tl.arange(0, BW)
-    width = tl.where(part == 0, V, K)
+    part = (tl.program_id(0) >= G_TILES).to(tl.int32)
+    column = (tl.program_id(0) - part * G_TILES) * BW
+    i_K, j_W, i_C = tl.arange(0, BK), column + tl.arange(0, BW), tl.arange(0, C)
     at_KW = i_K[:, None] * (V + K) + (part * V + j_W)[None, :]
-    real_KW = (i_K < K)[:, None] & (j_W < width)[None, :]
+    real_KW = (i_K < K)[:, None] & (j_W < tl.where(part == 0, V, K))[None, :]
     S_KW = tl.load(begin + bh.to(tl.int64) * K * (V + K) + at_KW, mask=real_KW, other=0.0)
-    bound = tl.max(tl.abs(S_KW))
+    bound = 0.0  # of |G| or |H|, from all of their columns
+    if MODE != "exact":
+        for first in range(0, tl.where(part == 0, V, K), BW):
+            j = first + tl.arange(0, BW)
+            real = (i_K < K)[:, None] & (j < tl.where(part == 0, V, K))[None, :]
+            at = i_K[:, None] * (V + K) + (part * V + j)[None, :]
+            bound = tl.maximum(bound, tl.max(tl.abs(tl.load(begin + bh.to(tl.int64) * K * (V + K) + at, mask=real, other=0.0))))
     for n in range(N):
-        m = (n * BH + bh).to(tl.int64)
+        state = (n * BH + bh).to(tl.int64) * K * (V + K)
         if MODE == "exact":
-            tl.store(high + m * K * (V + K) + at_KW, S_KW, mask=real_KW)
+            tl.store(high + state + at_KW, S_KW, mask=real_KW)
         else:
             size = 2 * power_of_two(bound)
             scaled_KW = S_KW * (1 / size)
             high_KW = scaled_KW.to(tl.float16)
-            tl.store(high + m * K * (V + K) + at_KW, high_KW, mask=real_KW)
-            tl.store(low + m * K * (V + K) + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
-            tl.store(scale + m * 2 + part, size)
-        t_C = n * C + tl.arange(0, C)
-        inside_C = t_C < T
-        row_C = (b * T + t_C) * H + h
-        sum_C, document_C, flip_C, first = decays(log_decay, sign, row_C, inside_C)
-        write_C = tl.load(beta + row_C, mask=inside_C, other=0.0) * to_end(sum_C, document_C, flip_C)
-        keep = through(sum_C, document_C, flip_C, first)
-        k_CK = tl.load(k + row_C[:, None] * K + i_K[None, :], mask=inside_C[:, None] & (i_K < K)[None, :], other=0.0).to(tl.float32)
-        real_CW = inside_C[:, None] & (j_W < width)[None, :]
+            tl.store(high + state + at_KW, high_KW, mask=real_KW)
+            tl.store(low + state + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
+            tl.store(scale + (n * BH + bh) * 2 + part, size, mask=column == 0)
+        row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
+        chunk = bh * N + n
+        sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
+        sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
+        keep = since_start(sum_end, tag_end, first)
+        write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
+        k_CK = tile(k + row * K, row_C, real_C, 0, K, BK)
         if part == 0:
-            x_CW = tl.load(v + row_C[:, None] * V + j_W[None, :], mask=real_CW, other=0.0).to(tl.float32)
+            x_CW = tile(v + row * V, row_C, real_C, column, V, BW)
         else:
-            x_CW = tl.load(k + row_C[:, None] * K + j_W[None, :], mask=real_CW, other=0.0).to(tl.float32)
+            x_CW = tile(k + row * K, row_C, real_C, column, K, BW)
         if MODE == "exact":
             S_KW = product(tl.trans(k_CK), x_CW * write_C[:, None], None, S_KW * keep, MODE)
         else:
+            if part == 0:
+                most_C = tl.max(tl.abs(tile(v + row * V, row_C, real_C, 0, V, BV)), 1)
+            else:
+                most_C = tl.max(tl.abs(k_CK), 1)
             size_C = row_scales(k_CK, MODE)
             k_CK = operand(k_CK * (1 / size_C)[:, None], MODE)
-            reach_C = tl.abs(write_C) * size_C * tl.max(tl.abs(x_CW), 1)  # of a token's part in S, less than
+            reach_C = tl.abs(write_C) * size_C * most_C  # half of a token's part in S, or more
             most = 2 * power_of_two(tl.max(reach_C, 0))
             x_CW = x_CW * (write_C * size_C * (1 / most))[:, None]
             high_CW = x_CW.to(tl.float16)
@@ -67,50 +86,61 @@ def starts(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def ends(
-    x, do, back, log_decay, sign, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
+    x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """From `dlast` [BH, K, X] back to `dbegin`: S is read by x [B, T, H, K] under the output gradient [do | -back].
 
-    dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves; dthrough [M, 2]: that of log decay over the whole chunk.
+    dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its transpose (H is symmetric);
+    dthrough [M, tiles]: that of log decay over the whole chunk, by this tile.
     """
-    bh, part = tl.program_id(0), tl.program_id(1)
+    G_TILES: tl.constexpr = (V + BW - 1) // BW
+    bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    i_K, j_W = tl.arange(0, BK), tl.arange(0, BW)
-    width = tl.where(part == 0, V, K)
+    part = (tl.program_id(0) >= G_TILES).to(tl.int32)
+    column = (tl.program_id(0) - part * G_TILES) * BW
+    i_K, j_W, i_C = tl.arange(0, BK), column + tl.arange(0, BW), tl.arange(0, C)
     at_KW = i_K[:, None] * (V + K) + (part * V + j_W)[None, :]
-    real_KW = (i_K < K)[:, None] & (j_W < width)[None, :]
-    D_KW = tl.load(dlast + bh.to(tl.int64) * K * (V + K) + at_KW, mask=real_KW, other=0.0)
+    real_KW = (i_K < K)[:, None] & (j_W < tl.where(part == 0, V, K))[None, :]
+    whole = bh.to(tl.int64) * K * (V + K)
+    D_KW = tl.load(dlast + whole + at_KW, mask=real_KW, other=0.0)
+    if part == 1:
+        D_KW += tl.load(dlast + whole + j_W[None, :] * (V + K) + V + i_K[:, None], mask=real_KW, other=0.0)
     for step in range(N):
         n = N - 1 - step
-        m = (n * BH + bh).to(tl.int64)
+        m = n * BH + bh
+        state = m.to(tl.int64) * K * (V + K)
         high_KW = D_KW.to(dhigh.dtype.element_ty)
-        tl.store(dhigh + m * K * (V + K) + at_KW, high_KW, mask=real_KW)
-        S_KW = tl.load(high + m * K * (V + K) + at_KW, mask=real_KW, other=0.0).to(tl.float32)
+        tl.store(dhigh + state + at_KW, high_KW, mask=real_KW)
+        S_KW = tl.load(high + state + at_KW, mask=real_KW, other=0.0).to(tl.float32)
         if MODE != "exact":
-            tl.store(dlow + m * K * (V + K) + at_KW, low_part(D_KW, high_KW), mask=real_KW)
-            S_KW += tl.load(low + m * K * (V + K) + at_KW, mask=real_KW, other=0.0).to(tl.float32)
+            tl.store(dlow + state + at_KW, low_part(D_KW, high_KW), mask=real_KW)
+            S_KW += tl.load(low + state + at_KW, mask=real_KW, other=0.0).to(tl.float32)
             S_KW *= tl.load(scale + m * 2 + part)
-        t_C = n * C + tl.arange(0, C)
-        inside_C = t_C < T
-        row_C = (b * T + t_C) * H + h
-        sum_C, document_C, flip_C, first = decays(log_decay, sign, row_C, inside_C)
-        keep = through(sum_C, document_C, flip_C, first)
-        tl.store(dthrough + m * 2 + part, keep * tl.sum(S_KW * D_KW))
-        real_CK = inside_C[:, None] & (i_K < K)[None, :]
-        x_CK = tl.load(x + row_C[:, None] * K + i_K[None, :], mask=real_CK, other=0.0).to(tl.float32)
-        x_CK = x_CK * since_start(sum_C, document_C, flip_C, first)[:, None]
-        real_CW = inside_C[:, None] & (j_W < width)[None, :]
+        row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
+        chunk = bh * N + n
+        sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
+        keep = since_start(tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1), first)
+        tl.store(dthrough + m * tl.num_programs(0) + tl.program_id(0), keep * tl.sum(S_KW * D_KW) * tl.where(part == 0, 1.0, 0.5))
+        since_C = since_start(sum_C, tag_C, first)[:, None]
+        D_KW *= keep
+        x_CK = tile(x + row * K, row_C, real_C, 0, K, BK)
         if part == 0:
-            y_CW = tl.load(do + row_C[:, None] * V + j_W[None, :], mask=real_CW, other=0.0).to(tl.float32)
+            D_KW = outer(x_CK, tile(do + row * V, row_C, real_C, column, V, BW) * since_C, D_KW, MODE)
         else:
-            y_CW = -tl.load(back + row_C[:, None] * K + j_W[None, :], mask=real_CW, other=0.0).to(tl.float32)
-        if MODE == "exact":
-            D_KW = product(tl.trans(x_CK), y_CW, None, D_KW * keep, MODE)
-        else:
-            x_high, y_high = x_CK.to(tl.bfloat16), y_CW.to(tl.bfloat16)
-            x_low, y_low = low_part(x_CK, x_high), low_part(y_CW, y_high)
-            D_KW = tl.dot(tl.trans(x_high), y_high, D_KW * keep)
-            D_KW = tl.dot(tl.trans(x_low), y_high, D_KW)
-            D_KW = tl.dot(tl.trans(x_high), y_low, D_KW)
-    tl.store(dbegin + bh.to(tl.int64) * K * (V + K) + at_KW, D_KW, mask=real_KW)
+            D_KW = outer(x_CK, tile(back + row * K, row_C, real_C, column, K, BW) * -since_C, D_KW, MODE)
+            back_CK = tile(back + row * K, row_C, real_C, 0, K, BK)
+            D_KW = outer(back_CK, tile(x + row * K, row_C, real_C, column, K, BW) * -since_C, D_KW, MODE)
+    tl.store(dbegin + whole + at_KW, D_KW * tl.where(part == 0, 1.0, 0.5), mask=real_KW)
+
+
+@triton.jit
+def outer(a_CK, b_CW, sum_KW, MODE: tl.constexpr):
+    """sum + a^T b, of high and low parts in bfloat16: gradients have no scale."""
+    if MODE == "exact":
+        return product(tl.trans(a_CK), b_CW, None, sum_KW, MODE)
+    else:
+        a_high, b_high = a_CK.to(tl.bfloat16), b_CW.to(tl.bfloat16)
+        sum_KW = tl.dot(tl.trans(a_high), b_high, sum_KW)
+        sum_KW = tl.dot(tl.trans(low_part(a_CK, a_high)), b_high, sum_KW)
+        return tl.dot(tl.trans(a_high), low_part(b_CW, b_high), sum_KW)
