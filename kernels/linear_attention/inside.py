@@ -25,7 +25,7 @@ from kernels.linear_attention.walks import Gates, between, since_start, tile, to
 
 # Tiles of K and V, warps and stages by the inputs' dtype. The gradients take V whole.
 READ = {torch.bfloat16: (128, 128, 4, 1), torch.float32: (64, 64, 8, 1)}
-GRADIENTS = {torch.bfloat16: (32, 256, 4, 3), torch.float32: (32, 256, 8, 1)}
+GRADIENTS = {torch.bfloat16: (64, 256, 4, 2), torch.float32: (32, 256, 8, 1)}
 
 
 class Normaliser(NamedTuple):
@@ -45,21 +45,21 @@ class NormaliserGradient(NamedTuple):
 
 
 def read(q, k, v, gates: Gates, beta, starts_BNHKV, *, scale: float, chunk: int, normaliser: Normaliser | None = None):
-    """o [B, T, H, V] in v's dtype; with a normaliser (o, w [B, T, H] float32, o once more to keep)."""
+    """o [B, T, H, V] in v's dtype; with a normaliser (o, w [B, T, H] float32)."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     o = torch.empty_like(v)
-    weight, kept = (None, None) if normaliser is None else (torch.empty_like(normaliser.m_BTH), torch.empty_like(v))
+    weight = None if normaliser is None else torch.empty_like(normaliser.m_BTH)
     BK, BV, warps, stages = READ[q.dtype]
     BV = tile(V, BV)
     launch(
         _read,
         (divide_up(V, BV) * N, B * H),
-        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, kept, scale, T),
+        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, scale, T),
         **{"H": H, "K": K, "V": V, "C": chunk, "BK": tile(K, BK), "BV": BV, "BETA": beta is not None, "NORMALISED": normaliser is not None},
         **{"DOT": dot_precision(q.dtype), "warps": warps, "stages": stages},
     )
-    return o if normaliser is None else (o, weight, kept)
+    return o if normaliser is None else (o, weight)
 
 
 def gradients(
@@ -83,7 +83,7 @@ def gradients(
 
 @triton.jit
 def _read(
-    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, kept, scale, T,
+    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BETA: tl.constexpr, NORMALISED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,6 @@ def _read(
         floor_C = tl.exp(-tl.load(m + token + c_C * H, mask=is_token_C, other=0.0))
         o_CV /= tl.maximum(tl.abs(weight_C), floor_C)[:, None]
         tl.store(weight + token + c_C * H, weight_C, mask=is_token_C & (part == 0))
-        tl.store(kept + token * V + place_CV, o_CV.to(o.dtype.element_ty), mask=inside_CV)
     tl.store(o + token * V + place_CV, o_CV.to(o.dtype.element_ty), mask=inside_CV)
 
 
@@ -142,34 +141,40 @@ def _gradients(
     place_CV, inside_CV = c_C[:, None] * (H * V) + v_V[None, :], is_token_C[:, None] & (v_V < V)[None, :]
     v_CV = tl.load(v + token * V + place_CV, mask=inside_CV, other=0.0)
     do_CV = tl.load(do + token * V + place_CV, mask=inside_CV, other=0.0)
-    score_CC = tl.zeros((C, C), tl.float32)
+    score_CC, written_CV = tl.zeros((C, C), tl.float32), tl.zeros((C, BV), tl.float32)
     for k_first in range(0, K, BK):
         k_K = k_first + tl.arange(0, BK)
         place_CK, inside_CK = c_C[:, None] * (H * K) + k_K[None, :], is_token_C[:, None] & (k_K < K)[None, :]
+        place_KV, inside_KV = k_K[:, None] * V + v_V[None, :], (k_K < K)[:, None] & (v_V < V)[None, :]
         q_CK = tl.load(q + token * K + place_CK, mask=inside_CK, other=0.0)
         k_CK = tl.load(k + token * K + place_CK, mask=inside_CK, other=0.0)
+        dS_KV = tl.load(dends + state * (K * V) + place_KV, mask=inside_KV, other=0.0)
         score_CC = tl.dot(q_CK, tl.trans(k_CK), score_CC, input_precision=DOT)
+        written_CV = tl.dot(k_CK, dS_KV, written_CV, input_precision=DOT)
 
     chunk = head * N + n
     sum_C, tag_C, first = tl.load(sums + chunk * C + c_C), tl.load(tags + chunk * C + c_C), tl.load(firsts + chunk)
     sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
     since_C, end_C = scale * since_start(sum_C, tag_C, first), to_end(sum_C, tag_C, sum_end, tag_end)
-    decay_CC = scale * between(sum_C, tag_C)
     beta_C = tl.full((C,), 1.0, tl.float32)
     if BETA:
         beta_C = tl.load(beta + token + c_C * H, mask=is_token_C, other=0.0)
-    dvalue_CC, read_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=DOT), score_CC * decay_CC
+    decay_CC = scale * between(sum_C, tag_C)
+    dscore_CC, read_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=DOT), score_CC * decay_CC
     if NORMALISED:
         factor_C = tl.load(factor + token + c_C * H, mask=is_token_C, other=0.0)
         dweight_C = tl.load(dweight + token + c_C * H, mask=is_token_C, other=0.0)
         dbeta_C = tl.sum(read_CC * dweight_C[:, None], 0)
         read_CC *= factor_C[:, None]
-        dvalue_CC = dvalue_CC * factor_C[:, None] + dweight_C[:, None]
-    dscore_CC = dvalue_CC * decay_CC * beta_C[None, :]
-    dlog_decay_C = between_pairs(score_CC * dscore_CC, DOT)
-    read_CC, dscore_CC = read_CC.to(q.dtype.element_ty), dscore_CC.to(q.dtype.element_ty)
+        dscore_CC = dscore_CC * factor_C[:, None] + dweight_C[:, None]
+    dscore_CC = dscore_CC * decay_CC * beta_C[None, :]
+    pairs_CC, dscore_CC = score_CC * dscore_CC, dscore_CC.to(q.dtype.element_ty)
+    written_CV = tl.dot(tl.trans(read_CC.to(q.dtype.element_ty)), do_CV, written_CV * end_C[:, None], input_precision=DOT)
+    if BETA:
+        own_C = tl.sum(written_CV * tl.load(v + token * V + place_CV, mask=inside_CV, other=0.0).to(tl.float32), 1)
+    tl.store(dv + token * V + place_CV, (written_CV * beta_C[:, None]).to(dv.dtype.element_ty), mask=inside_CV)
+    dlog_decay_C = between_pairs(pairs_CC, DOT)
 
-    written_CV = tl.zeros((C, BV), tl.float32)
     after_C, before_C, through = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((BK,), tl.float32)
     for k_first in range(0, K, BK):
         k_K = k_first + tl.arange(0, BK)
@@ -193,16 +198,12 @@ def _gradients(
         dk_CK *= (end_C * beta_C)[:, None]
         after_C += tl.sum(q_CK.to(tl.float32) * dq_CK, 1)
         before_C += tl.sum(k_CK.to(tl.float32) * dk_CK, 1)
-        written_CV = tl.dot(k_CK, dS_KV, written_CV, input_precision=DOT)
         dq_CK = tl.dot(dscore_CC, k_CK, dq_CK, input_precision=DOT)
         dk_CK = tl.dot(tl.trans(dscore_CC), q_CK, dk_CK, input_precision=DOT)
         tl.store(dq + token * K + place_CK, dq_CK.to(dq.dtype.element_ty), mask=inside_CK)
         tl.store(dk + token * K + place_CK, dk_CK.to(dk.dtype.element_ty), mask=inside_CK)
 
-    written_CV = tl.dot(tl.trans(read_CC), do_CV, written_CV * end_C[:, None], input_precision=DOT)
-    tl.store(dv + token * V + place_CV, (written_CV * beta_C[:, None]).to(dv.dtype.element_ty), mask=inside_CV)
     if BETA:
-        own_C = tl.sum(written_CV * tl.load(v + token * V + place_CV, mask=inside_CV, other=0.0).to(tl.float32), 1)
         tl.store(dbeta + token + c_C * H, dbeta_C + own_C if NORMALISED else own_C, mask=is_token_C)
     dlog_decay_C += across_chunks(after_C, before_C) + since_start(sum_end, tag_end, first) * tl.sum(through, 0)
     tl.store(dlog_decay + token + c_C * H, dlog_decay_C, mask=is_token_C)

@@ -10,6 +10,7 @@ from two sums and two tags, and no bit of it depends on what was before the chun
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length; one program has a tile of a head's state.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,7 @@ class Column(NamedTuple):
     n_BHK: torch.Tensor
 
 
+@functools.cache
 def tile(size: int, most: int) -> int:
     """A power of two that covers `size`, from 16 to `most`."""
     return max(16, min(most, triton.next_power_of_2(size)))
@@ -157,7 +159,7 @@ def _gates(log_decay, sign, sums, tags, firsts, T, H: tl.constexpr, C: tl.conste
 @triton.jit
 def signed(size, tag):
     """A decay's size with the sign of its tag."""
-    return tl.where(tag % 2 == 1, -size, size)
+    return tl.where((tag & 1) == 1, -size, size)
 
 
 @triton.jit
@@ -169,15 +171,15 @@ def since_start(sum_C, tag_C, first):
 @triton.jit
 def to_end(sum_C, tag_C, sum_end, tag_end):
     """The decay from each token to the chunk's last."""
-    seen_C = tag_C // 2 == tag_end // 2
-    return signed(tl.where(seen_C, tl.exp(tl.where(seen_C, sum_end - sum_C, 0.0)), 0.0), tag_C + tag_end)
+    return signed(tl.where(tag_C >> 1 == tag_end >> 1, tl.exp(sum_end - sum_C), 0.0), tag_C + tag_end)
 
 
 @triton.jit
 def between(sum_C, tag_C):
     """[C, C], row t, column s: the decay from s to t, 0 for s > t."""
-    size_CC = tiles.decay_between(sum_C, tag_C // 2)
-    return signed(size_CC, tag_C[:, None] + tag_C[None, :])
+    token_C, document_C = tl.arange(0, sum_C.shape[0]), tag_C >> 1
+    seen = (token_C[:, None] >= token_C[None, :]) & (document_C[:, None] == document_C[None, :])
+    return signed(tl.where(seen, tl.exp(sum_C[:, None] - sum_C[None, :]), 0.0), tag_C[:, None] + tag_C[None, :])
 
 
 @triton.jit

@@ -37,14 +37,14 @@ def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
     gates = walks.gates(log_keep_BTH, None, chunk)
     options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK.contiguous())}
     starts, C, n_starts, n = walks.walk(k, v, gates, write_BTH, C_BHKV, **options)
-    o, weight, kept = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
-    return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight, kept)
+    o, weight = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
+    return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight)
 
 
 def backward(inputs, residuals, gradients, *, chunk):
     q, k, v = inputs[:3]
     dtypes = q.dtype, k.dtype, v.dtype
-    starts, n_starts, *gates, write_BTH, m_BTH, weight, o = residuals
+    o, starts, n_starts, *gates, write_BTH, m_BTH, weight = residuals
     gates, (do, dC, dn, _) = Gates(*gates), gradients
     q, k, v, do, o = operands(q, k, v, do, o)
     factor, dweight = normaliser_gradients(do, o, weight, m_BTH)
@@ -57,7 +57,7 @@ def backward(inputs, residuals, gradients, *, chunk):
     return dq, dk, dv, dwrite * write_BTH, dlog_decay, dC, dn, None
 
 
-differentiable = arrays.custom_gradient(forward, backward, outputs=4)
+differentiable = arrays.custom_gradient(forward, backward, outputs=4, saved=1)
 
 
 def relative(log_input_BTH: torch.Tensor, log_decay_BTH: torch.Tensor, m_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
