@@ -54,3 +54,16 @@ def test_a_cell_trains_on_its_gpus_and_is_evaluated_on_one(tmp_path, monkeypatch
     made = request(stage, "cell", Spec(stage=stage, versions={}, parameters={}), place, store, profile=True)
     assert (made.resources["gpus"], made.processes, made.device) == (gpus, processes, "cuda")
     assert made.settings["peak_flops"] == gpus * 1e15 and made.settings["profile"] is True
+
+
+@pytest.mark.parametrize(("count", "said"), [(4, False), (3, True)])
+def test_gpus_divide_the_batch(monkeypatch, count, said):
+    from pipelines import check
+    from pipelines.reading import load
+
+    params = load(Path(__file__).parents[2])
+    worker = params.cluster.workers["1b"].model_copy(update={"count": count})
+    params = params.model_copy(update={"cluster": params.cluster.model_copy(update={"workers": {"1b": worker}})})
+    monkeypatch.setenv("RAY_ADDRESS", "a-cluster:1")
+    found = check._accelerators(params)
+    assert bool(found) is said and all("cluster.workers.1b.count: 3 do not divide training.batch" in text for text in found)
