@@ -5,7 +5,8 @@
     python -m benchmarks training --table layer                                                    one Mesa layer at T 256 ... 8k, CG 0, 5, 15, 30, beside attention
 
 Models and scales are those of the repository's params.yaml. gates: of Mesa, "trained" sets its forget gates as training leaves them (2 of 12 heads remember
-for hundreds of tokens and more, gamma at least 0.997, the rest spread over 0.5 to 0.99), "initial" leaves them as they begin, "executed" makes every token take all steps.
+for hundreds of tokens and more, gamma at least 0.997, the rest spread over 0.5 to 0.99), "initial" leaves them as they begin, "exact" sets eps to 0: tokens go on to the rounding of float32.
+`torchrun --standalone --nproc-per-node 2 -m benchmarks training ...` has several GPUs train together, the same rows on each.
 MFU counts a multiply-add as two, the solver's steps as taken (or not at all), recomputation never, over the card's peak of dense bfloat16 products.
 """
 
@@ -43,19 +44,25 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--table", choices=("cells", "lengths", "layer"), default="cells")
     parser.add_argument("--models", nargs="+", default=["transformer", "mesa"], help="of params.yaml")
     parser.add_argument("--scales", nargs="+", default=["140m", "440m", "1b"], help="of params.yaml")
-    parser.add_argument("--gates", nargs="+", choices=("trained", "initial", "executed"), default=["trained"], help="of Mesa's layers")
+    parser.add_argument("--gates", nargs="+", choices=("trained", "initial", "exact"), default=["trained"], help="of Mesa's layers")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=32, help="sequences a step")
+    parser.add_argument("--rows", type=int, default=32, help="sequences a step, on each GPU")
     parser.add_argument("--micro-batch", type=int, default=None, help="sequences at once; all of them if not given")
     parser.add_argument("--steps", type=int, default=8, help="timed, after the first two")
     parser.add_argument("--out", default=None, help="folder of the Parquet file; benchmarks/results if not given")
     options = parser.parse_args(arguments)
     import torch
 
+    from models.backends import torch_parallel
+
     if not torch.cuda.is_available():
         raise SystemExit("python -m benchmarks training needs a CUDA card.")
+    options.team = torch_parallel.Team.join("cuda") if torch_parallel.started() else torch_parallel.Team()
     rows = list({"cells": cells, "lengths": lengths, "layer": layers}[options.table](options))
-    report("training" if options.table == "cells" else f"training-{options.table}", rows, folder=options.out)
+    name = "training" if options.table == "cells" else f"training-{options.table}"
+    if options.team.rank == 0:
+        report(name if options.team.size == 1 else f"{name}-{options.team.size}", rows, folder=options.out)
+    options.team.leave()
 
 
 def study() -> dict[str, Any]:
@@ -72,7 +79,7 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name in options.models:
             entry = params["models"][name]
             for gates in options.gates if "mesa" in str(entry) else [None]:
-                given = {"length": options.length, "rows": options.rows, "micro_batch": options.micro_batch, "steps": options.steps}
+                given = {name: getattr(options, name) for name in ("length", "rows", "micro_batch", "steps", "team")}
                 yield _said({"model": name, "scale": scale, "gates": gates} | measure(entry, params["scales"][scale], gates=gates, **given))
 
 
@@ -83,7 +90,15 @@ def lengths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for length, rows in LENGTHS.items():
         for name in options.models:
             gates = options.gates[0] if "mesa" in str(params["models"][name]) else None
-            found = measure(params["models"][name], params["scales"][scale], length=length, rows=rows, gates=gates, steps=options.steps)
+            found = measure(
+                params["models"][name],
+                params["scales"][scale],
+                length=length,
+                rows=rows,
+                gates=gates,
+                steps=options.steps,
+                team=options.team,
+            )
             yield _said({"model": name, "scale": scale, "gates": gates} | found)
 
 
@@ -94,9 +109,12 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 
 def measure(
     entry: Mapping[str, Any], scale: Mapping[str, int], *, length: int, rows: int, steps: int, gates: str | None = None, micro_batch: int | None = None,
-    vocab_size: int = 50257,
+    vocab_size: int = 50257, team: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One model's training step. The host is a step ahead of the card, as in a training run, and reads each step's facts."""
+    """One model's training step. The host is a step ahead of the card, as in a training run, and reads each step's facts.
+
+    rows: of each GPU.
+    """
     import torch
 
     import models
@@ -107,9 +125,10 @@ def measure(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = models.build(entry, scale, vocab_size=vocab_size)
-    if gates == "executed":
+    if gates == "exact":
         model = model.with_setting({"eps": 0.0})
-    trainer = Trainer(model, optimizer=OPTIMIZER, seed=0, device="cuda", precision="bfloat16", compile=True)
+    trainer = Trainer(model, optimizer=OPTIMIZER, seed=0, device="cuda", precision="bfloat16", compile=True, team=team)
+    rows *= trainer.devices
     set_gates(trainer, gates)
     random = np.random.default_rng(0)
     batches = [random.integers(0, vocab_size, (rows, length + 1)).astype(np.int32) for _ in range(4)]
@@ -131,11 +150,11 @@ def measure(
     facts = waiting()
     seconds = (time.perf_counter() - began) / steps
     rate = rows * length / seconds
-    peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()), math.nan)
+    peak = trainer.devices * next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()), math.nan)
     taken = facts.get("cg_steps")
     mfu = [rate * model.flops(length, steps=count, training=True) / peak for count in (taken, 0)]
     return {
-        "parameters": model.parameters, "length": length, "rows": rows, "tokens/s": rate, "ms": seconds * 1e3, "mfu": mfu[0], "mfu without CG": mfu[1],
+        "parameters": model.parameters, "GPUs": trainer.devices, "length": length, "rows": rows, "tokens/s": rate, "ms": seconds * 1e3, "mfu": mfu[0], "mfu without CG": mfu[1],
         "CG mean": taken, "CG most": most_steps(trainer, batches[0]), "first step s": first,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "loss": facts["loss"],
     }  # fmt: skip

@@ -30,7 +30,7 @@ def started() -> bool:
 class Team:
     """The processes that train together: this one's rank, and how many they are. A process alone is a team of one."""
 
-    rank, size = 0, 1
+    rank, size, begun = 0, 1, False
 
     @classmethod
     def join(cls, device: str) -> Team:
