@@ -77,10 +77,10 @@ class Block:
         return math.prod(size or 1 for size in self.shape) * self.array.dtype.itemsize
 
 
-def by_chunk(array: Any) -> Block:
-    """[G, N, ...]: a program's own chunk."""
+def by_chunk(array: Any, many: int | None = None) -> Block:
+    """[G, N, ...]: a program's own chunk; or `many` of them, one after another, then with an axis for them."""
     rest = array.shape[2:]
-    return Block(array, (None, None, *rest), lambda g, n: (g, n, *(0,) * len(rest)))
+    return Block(array, (None, many, *rest), lambda g, n: (g, n, *(0,) * len(rest)))
 
 
 def by_row(array: Any) -> Block:
@@ -149,12 +149,12 @@ def launch(
     return [None if block is None else next(results) for block in outputs]
 
 
-def split(x_BTH: Array, C: int, *, fill: float = 0) -> Array:
-    """[B, T, H, K] -> [G, N, C, K], or gates [B, T, H] -> [G, N, 1, C] (float32), filled up at the end of time to whole chunks."""
+def split(x_BTH: Array, C: int, *, many: int = 1, fill: float = 0) -> Array:
+    """[B, T, H, K] -> [G, N, C, K], or gates [B, T, H] -> [G, N, 1, C] (float32), filled up at the end of time to whole chunks, `many` at once."""
     import jax.numpy as jnp
 
     B, T, H, *rest = x_BTH.shape
-    N = -(-T // C)
+    N = many * -(-T // (C * many))
     x = jnp.moveaxis(x_BTH, 2, 1)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, N * C - T), *((0, 0) for _ in rest)), constant_values=fill)
     return x.reshape(B * H, N, C, *rest) if rest else x.astype(jnp.float32).reshape(B * H, N, 1, C)

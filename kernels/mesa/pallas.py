@@ -1,10 +1,13 @@
-"""Mesa for TPUs: one program a chunk, all of its tokens solved at once, G and H in fast memory from one chunk of a row to the next.
+"""Mesa for TPUs: all tokens of a program's chunks solved at once, G and H in fast memory from one chunk of a row to the next.
 
-The maths is `kernels.mesa.chunked`'s, the solver `kernels.mesa.solver`'s: each token stops by itself, the loop when all of a chunk have.
+The maths is `kernels.mesa.chunked`'s, the solver `kernels.mesa.solver`'s: each token stops by itself, the loop when all of a program's have.
+A step of the solver is a chain of products, each waiting for the one before it; two chunks in one loop fill each other's waiting (the
+states at their starts do not need what is solved for).
 Products of the solver and of what it is read with have float32's precision for float32 q, k and v. For bfloat16 ones, keys and values
 are exact as they are, and everything else is cut into a high and a low bfloat16 part (16 bits).
 
-Shapes: B batch, T time, H heads, K key size, V value size, G = B H, N chunks, C chunk length; the statistics are G [K, V] and H [K, K].
+Shapes: B batch, T time, H heads, K key size, V value size, G = B H, N chunks, C chunk length, R chunks of a program; the statistics are
+G [K, V] and H [K, K].
 """
 
 from functools import partial
@@ -21,28 +24,32 @@ from kernels.mosaic import by_chunk, by_head, by_row, new
 from kernels.mosaic_tiles import NT, TN, Decay, column, decay, decay_gradient, dot, parts, row, token, total
 
 Array = Any  # jax.Array
+TOGETHER = 2
+"""Chunks of a program."""
 
 
 def mesa(
     q, k, v, log_decay, beta, lam, *,
     sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit", state=None, segments=None,
-    chunk: int | None = None,
+    chunk: int | None = None, together: int = TOGETHER,
 ) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
     """See `kernels.mesa.mesa`; `chunk` is the chunk's length. gradient="unrolled" is the array form's."""
     options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
     options |= {"sign": sign, "state": state, "segments": segments, "chunk": chunk or mosaic.chunk_length(q.shape[1])}
-    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, run=differentiable, read=linear.differentiable)
+    run = partial(differentiable, together=min(together, -(-q.shape[1] // options["chunk"])))
+    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, run=run, read=linear.differentiable)
 
 
-def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk):
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    operands, (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk)
-    f32, gate = jnp.float32, by_chunk(new((G, N, 1, chunk), jnp.float32))
+def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk, together):
+    (B, T, H, K), V, many = q.shape, v.shape[-1], partial(by_chunk, many=together)
+    operands, (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk, together)
+    f32, gate = jnp.float32, many(new((G, N, 1, chunk), jnp.float32))
     statistics = [by_row(x.reshape(G, K, -1)) for x in (S_BHKX[..., :V], S_BHKX[..., V:])]
-    outputs = [by_chunk(new((G, N, chunk, V), v.dtype)), gate, gate, by_chunk(new((G, N, chunk, K), f32))]
-    outputs += [by_chunk(new((G, N, K, size), f32)) for size in (V, K)] + [by_row(new((G, K, size), f32)) for size in (V, K)]
+    outputs = [many(new((G, N, chunk, V), v.dtype)), gate, gate, many(new((G, N, chunk, K), f32))]
+    outputs += [many(new((G, N, K, size), f32)) for size in (V, K)] + [by_row(new((G, K, size), f32)) for size in (V, K)]
     o, taken, residual, x, G_starts, H_starts, G_last, H_last = mosaic.launch(
-        _forward, G, N, [*operands, *statistics], outputs, products=_solve_cost(chunk, K, steps) + 2 * chunk * K * (chunk + K + 2 * V),
+        _forward, G, N // together, [*operands, *statistics], outputs,
+        products=together * (_solve_cost(chunk, K, steps) + 2 * chunk * K * (chunk + K + 2 * V)),
         like=q, precise=_precise(q), solve={"steps": steps, "eps": eps, "criterion": criterion, "start": start},
     )  # fmt: skip
     last = jnp.concatenate((G_last, H_last), -1).reshape(B, H, K, V + K)
@@ -50,18 +57,19 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     return (o, last, taken.astype(jnp.int32), residual), (x, G_starts, H_starts)
 
 
-def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk):
+def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, together):
     q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
     (x, G_starts, H_starts), (do, dlast) = residuals, gradients[:2]
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    (_, *operands), (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk)
-    f32, gate = jnp.float32, by_chunk(new((G, N, 1, chunk), jnp.float32))
-    given = [*operands, *map(by_chunk, (x, G_starts, H_starts, mosaic.split(do, chunk)))]
+    (B, T, H, K), V, many = q.shape, v.shape[-1], partial(by_chunk, many=together)
+    (_, *operands), (G, N) = _cut(q, k, v, log_decay, beta, sign, lam, chunk, together)
+    f32, gate = jnp.float32, many(new((G, N, 1, chunk), jnp.float32))
+    given = [*operands, *map(many, (x, G_starts, H_starts, mosaic.split(do, chunk, many=together)))]
     given += [by_row(y.reshape(G, K, -1)) for y in (dlast[..., :V], dlast[..., V:])]
-    outputs = [by_chunk(new((G, N, chunk, y.shape[-1]), y.dtype)) for y in (q, k, v)] + [gate, gate]
+    outputs = [many(new((G, N, chunk, y.shape[-1]), y.dtype)) for y in (q, k, v)] + [gate, gate]
     outputs += [by_row(new((G, *shape), f32)) for shape in ((1, K), (K, V), (K, K))]
     *results, dlam, dG, dH = mosaic.launch(
-        _backward, G, N, given, outputs, products=_solve_cost(chunk, K, steps) + chunk * (chunk * (6 * K + 2 * V) + K * (5 * V + 4 * K)),
+        _backward, G, N // together, given, outputs,
+        products=together * (_solve_cost(chunk, K, steps) + chunk * (chunk * (6 * K + 2 * V) + K * (5 * V + 4 * K))),
         reverse=True, like=q, precise=_precise(q), solve={"steps": steps, "eps": eps, "criterion": criterion, "start": start},
     )  # fmt: skip
     dq, dk, dv, dlog_decay, dbeta = (mosaic.join(y, B, T) for y in results)
@@ -82,10 +90,11 @@ def _solve_cost(C: int, K: int, steps: int) -> int:
     return (steps + 1) * C * K * (2 * C + K)
 
 
-def _cut(q, k, v, log_decay, beta, sign, lam, chunk) -> tuple[list, tuple[int, int]]:
-    q, k, v = (mosaic.split(x, chunk) for x in (q, k, v))
-    gates = [None if x is None else by_chunk(mosaic.split(x, chunk, fill=fill)) for x, fill in ((log_decay, 0), (beta, 0), (sign, 1))]
-    return [by_chunk(q), by_chunk(k), by_chunk(v), *gates, by_head(lam.astype(jnp.float32)[:, None])], q.shape[:2]
+def _cut(q, k, v, log_decay, beta, sign, lam, chunk, together) -> tuple[list, tuple[int, int]]:
+    split, many = partial(mosaic.split, C=chunk, many=together), partial(by_chunk, many=together)
+    q, k, v = (split(x) for x in (q, k, v))
+    gates = [None if x is None else many(split(x, fill=fill)) for x, fill in ((log_decay, 0), (beta, 0), (sign, 1))]
+    return [many(q), many(k), many(v), *gates, by_head(lam.astype(jnp.float32)[:, None])], q.shape[:2]
 
 
 class System:
@@ -105,8 +114,27 @@ class System:
         inside = product(product(x, self.k_parts, NT) * self.weight_CC, self.k_parts)
         return inside + product(x, self.H_parts) * self.since_start_C1 + self.lam_1K * x_CK
 
-    def solve(self, rhs_CK: Array, **options: Any) -> tuple[Array, Array]:
-        return solver.iterate(self.apply, rhs_CK, self.diagonal_CK, **options)
+
+def solve_together(systems: list[System], rhs: list[Array], **options: Any) -> tuple[list[Array], list[Array]]:
+    """The solutions of several chunks' systems and the steps that their tokens took, in one loop."""
+    C = rhs[0].shape[0]
+
+    def cut(x: Array) -> list[Array]:
+        return [x[r * C : (r + 1) * C] for r in range(len(systems))]
+
+    def apply(x: Array) -> Array:
+        return _joined([system.apply(part) for system, part in zip(systems, cut(x), strict=True)])
+
+    x, taken = solver.iterate(apply, _joined(rhs), _joined([system.diagonal_CK for system in systems]), **options)
+    return cut(x), cut(taken)
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, 0)
+
+
+def _decay(log_decay_ref: Any, sign_ref: Any, r: int) -> Decay:
+    return decay(log_decay_ref[r], None if sign_ref is None else sign_ref[r])
 
 
 def _forward(
@@ -118,21 +146,24 @@ def _forward(
         G_last_ref[:] = G_ref[:]
         H_last_ref[:] = H_ref[:]
 
-    d = decay(log_decay_ref[:], None if sign_ref is None else sign_ref[:])
-    k_CK, v_CV, beta_1C = k_ref[:], v_ref[:], beta_ref[:]
-    G_KV, H_KK = G_last_ref[:], H_last_ref[:]
-    G_starts_ref[:], H_starts_ref[:] = G_KV, H_KK
-    q_CK = q_ref[:].astype(jnp.float32)
-    system = System(k_CK, d, beta_1C, lam_ref[:], H_KK, precise)
-    x_CK, taken_C1 = system.solve(q_CK, **solve)
-    x_ref[:] = x_CK
-    taken_ref[:] = row(taken_C1.astype(jnp.float32))
-    residual_ref[:] = row(solver.relative_residual(q_CK, q_CK - system.apply(x_CK), keepdims=True))
+    systems, decays = [], []
+    for r in range(q_ref.shape[0]):
+        k_CK, beta_1C = k_ref[r], beta_ref[r]
+        G_KV, H_KK = G_last_ref[:], H_last_ref[:]
+        G_starts_ref[r], H_starts_ref[r] = G_KV, H_KK
+        d = _decay(log_decay_ref, sign_ref, r)
+        systems.append(System(k_CK, d, beta_1C, lam_ref[:], H_KK, precise))
+        decays.append(d._replace(weight_CC=systems[r].weight_CC, to_end_C1=d.to_end_C1 * column(beta_1C)))
+        G_last_ref[:] = linear.advance(k_CK, v_ref[r], decays[r], G_KV, precise)
+        H_last_ref[:] = linear.advance(k_CK, k_CK, decays[r], H_KK, precise)
 
-    d_beta = d._replace(weight_CC=system.weight_CC, to_end_C1=d.to_end_C1 * column(beta_1C))
-    o_ref[:] = linear.read(x_CK, k_CK, v_CV, d_beta, G_KV, precise).astype(o_ref.dtype)
-    G_last_ref[:] = linear.advance(k_CK, v_CV, d_beta, G_KV, precise)
-    H_last_ref[:] = linear.advance(k_CK, k_CK, d_beta, H_KK, precise)
+    queries = [q_ref[r].astype(jnp.float32) for r in range(len(systems))]
+    solutions, taken = solve_together(systems, queries, **solve)
+    for r, (system, q_CK, x_CK) in enumerate(zip(systems, queries, solutions, strict=True)):
+        x_ref[r] = x_CK
+        taken_ref[r] = row(taken[r].astype(jnp.float32))
+        residual_ref[r] = row(solver.relative_residual(q_CK, q_CK - system.apply(x_CK), keepdims=True))
+        o_ref[r] = linear.read(x_CK, k_ref[r], v_ref[r], decays[r], G_starts_ref[r], precise).astype(o_ref.dtype)
 
 
 def _backward(
@@ -146,35 +177,41 @@ def _backward(
         dlam_ref[:] = jnp.zeros_like(dlam_ref)
 
     product = partial(dot, precise=precise)
-    d = decay(log_decay_ref[:], None if sign_ref is None else sign_ref[:])
-    k_CK, v_CV, do_CV, beta_1C = k_ref[:], v_ref[:], do_ref[:], beta_ref[:]
-    x_CK, G_KV, H_KK, dG_KV, dH_KK = x_ref[:], G_starts_ref[:], H_starts_ref[:], dG_ref[:], dH_ref[:]
-    system = System(k_CK, d, beta_1C, lam_ref[:], H_KK, precise)
-    since_start, to_end, weight_CC, beta_C1 = d.since_start_C1, d.to_end_C1, system.weight_CC, column(beta_1C)
-
-    do_v = product(do_CV, v_CV, NT)
-    do_G = product(do_CV, G_KV, NT) * since_start
-    back_CK, _ = system.solve(product(do_v * weight_CC, k_CK) + do_G, **solve)  # e*, for G_t do_t
+    systems, decays, read_values, read_starts, written_back = [], [], [], [], []
+    for r in range(k_ref.shape[0]):
+        d = _decay(log_decay_ref, sign_ref, r)
+        system = System(k_ref[r], d, beta_ref[r], lam_ref[:], H_starts_ref[r], precise)
+        do_v, do_G = product(do_ref[r], v_ref[r], NT), product(do_ref[r], G_starts_ref[r], NT) * d.since_start_C1
+        systems.append(system)
+        decays.append(d)
+        read_values.append(do_v)
+        read_starts.append(do_G)
+        written_back.append(product(do_v * system.weight_CC, k_ref[r]) + do_G)  # G_t do_t
+    backs, _ = solve_together(systems, written_back, **solve)  # e*
 
     # S = [G | H], written with [v | k] and read by x, under the output's gradient [do | -back]
-    score_CC = product(x_CK, k_CK, NT)
-    dscore_CC = (do_v - product(back_CK, k_CK, NT)) * weight_CC
-    read_CC = score_CC * d.weight_CC
-    dx_start = do_G - product(back_CK, H_KK, NT) * since_start
-    dk_end = (product(v_CV, dG_KV, NT) + product(k_CK, dH_KK, NT)) * (to_end * beta_C1)
-    dv = product(read_CC, do_CV, TN) + product(k_CK, dG_KV) * to_end
-    dk_written = product(k_CK, dH_KK) * to_end - product(read_CC, back_CK, TN)
-    dk = product(dscore_CC, x_CK, TN) + dk_end + dk_written * beta_C1
-    k32, v32, do32 = (y.astype(jnp.float32) for y in (k_CK, v_CV, do_CV))
+    for r in reversed(range(len(systems))):
+        d, weight_CC, beta_C1, back_CK = decays[r], systems[r].weight_CC, column(beta_ref[r]), backs[r]
+        k_CK, v_CV, do_CV, x_CK = k_ref[r], v_ref[r], do_ref[r], x_ref[r]
+        G_KV, H_KK, dG_KV, dH_KK = G_starts_ref[r], H_starts_ref[r], dG_ref[:], dH_ref[:]
+        score_CC = product(x_CK, k_CK, NT)
+        dscore_CC = (read_values[r] - product(back_CK, k_CK, NT)) * weight_CC
+        read_CC = score_CC * d.weight_CC
+        dx_start = read_starts[r] - product(back_CK, H_KK, NT) * d.since_start_C1
+        dk_end = (product(v_CV, dG_KV, NT) + product(k_CK, dH_KK, NT)) * (d.to_end_C1 * beta_C1)
+        dv = product(read_CC, do_CV, TN) + product(k_CK, dG_KV) * d.to_end_C1
+        dk_written = product(k_CK, dH_KK) * d.to_end_C1 - product(read_CC, back_CK, TN)
+        dk = product(dscore_CC, x_CK, TN) + dk_end + dk_written * beta_C1
+        k32, v32, do32 = (y.astype(jnp.float32) for y in (k_CK, v_CV, do_CV))
 
-    since_start_C1 = jnp.sum(x_CK * dx_start, axis=1, keepdims=True)
-    to_end_C1 = jnp.sum(k32 * dk_end, axis=1, keepdims=True)
-    through_11 = d.through_11 * (total(G_KV * dG_KV) + total(H_KK * dH_KK))
-    dlog_decay_ref[:] = decay_gradient(dscore_CC * score_CC, since_start_C1, to_end_C1, through_11)
-    dbeta_ref[:] = row(jnp.sum(dv * v32, axis=1, keepdims=True) + jnp.sum(dk_written * k32, axis=1, keepdims=True))
-    dlam_ref[:] -= jnp.sum(x_CK * back_CK, axis=0, keepdims=True)
-    dG_ref[:] = d.through_11 * dG_KV + product(x_CK, do32 * since_start, TN)
-    dH_ref[:] = d.through_11 * dH_KK - product(x_CK, back_CK * since_start, TN)
-    dq_ref[:] = back_CK.astype(dq_ref.dtype)
-    dk_ref[:] = dk.astype(dk_ref.dtype)
-    dv_ref[:] = (dv * beta_C1).astype(dv_ref.dtype)
+        since_start_C1 = jnp.sum(x_CK * dx_start, axis=1, keepdims=True)
+        to_end_C1 = jnp.sum(k32 * dk_end, axis=1, keepdims=True)
+        through_11 = d.through_11 * (total(G_KV * dG_KV) + total(H_KK * dH_KK))
+        dlog_decay_ref[r] = decay_gradient(dscore_CC * score_CC, since_start_C1, to_end_C1, through_11)
+        dbeta_ref[r] = row(jnp.sum(dv * v32, axis=1, keepdims=True) + jnp.sum(dk_written * k32, axis=1, keepdims=True))
+        dlam_ref[:] -= jnp.sum(x_CK * back_CK, axis=0, keepdims=True)
+        dG_ref[:] = d.through_11 * dG_KV + product(x_CK, do32 * d.since_start_C1, TN)
+        dH_ref[:] = d.through_11 * dH_KK - product(x_CK, back_CK * d.since_start_C1, TN)
+        dq_ref[r] = back_CK.astype(dq_ref.dtype)
+        dk_ref[r] = dk.astype(dk_ref.dtype)
+        dv_ref[r] = (dv * beta_C1).astype(dv_ref.dtype)

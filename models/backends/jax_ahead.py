@@ -45,13 +45,17 @@ IN_PRECISION = ("q", "k", "v", "x")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation's Pallas kernel, for one device. sizes: by axis letter, those of the operation (`INPUTS`)."""
+    """One operation's Pallas kernel, for one device. sizes: by axis letter, those of the operation (`INPUTS`).
+
+    options: the operation's. tuning: of its kernel alone, such as {"together": 1} for Mesa's.
+    """
 
     operation: str
     sizes: dict[str, int]
     dtype: str = "bfloat16"
     backward: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    tuning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,13 +186,16 @@ def lower_kernel(request: Kernel, devices: list[Any]) -> Any:
 
     place = SingleDeviceSharding(devices[0])
     operation = getattr(importlib.import_module(f"kernels.{request.operation}"), request.operation)
+    if request.tuning:
+        operation = getattr(importlib.import_module(f"kernels.{request.operation}.pallas"), request.operation)
+    options = request.options | (request.tuning or {"backend": "pallas"})
     arrays = [
         jax.ShapeDtypeStruct([request.sizes[a] for a in axes], request.dtype if name in IN_PRECISION else jnp.float32, sharding=place)
         for name, axes in INPUTS[request.operation].items()
     ]
 
     def forward(*arrays: Any) -> Any:
-        return operation(*arrays, backend="pallas", **request.options)[0]
+        return operation(*arrays, **options)[0]
 
     def backward(weight: Any, *arrays: Any) -> Any:
         return jax.vjp(forward, *arrays)[1](weight)
