@@ -22,7 +22,8 @@ def start_profile(folder: Path) -> Callable[[], None]:
             torch.cuda.synchronize()
         running.stop()
         running.export_chrome_trace(str(folder / "trace.json.gz"))
-        table = running.key_averages().table(sort_by=f"self_{'cuda' if gpu else 'cpu'}_time_total", row_limit=ROWS, max_name_column_width=90)
+        order = f"self_{'cuda' if gpu else 'cpu'}_time_total"
+        table = running.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=90)
         (folder / "kernels.txt").write_text(table + "\n")
 
     return end
