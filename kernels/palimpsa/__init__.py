@@ -14,7 +14,7 @@ from typing import Any
 import kernels
 from kernels import arrays, launch, mosaic, shapes
 from kernels.palimpsa import chunked, reference
-from kernels.palimpsa.reference import State, step
+from kernels.palimpsa.reference import State
 
 __all__ = ["State", "palimpsa", "step"]
 
@@ -68,3 +68,31 @@ def palimpsa(
     ops = arrays.of(q_BTHK)
     run = IMPLEMENTATIONS[kernels.choose("palimpsa", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)]
     return run(q_BTHK, k_BTHK, v_BTHV, beta_BTHV, log_decay_BTH, prior_H, scale=scale, state=state, segments=segments)
+
+
+def step(
+    q_BHK: Array,
+    k_BHK: Array,
+    v_BHV: Array,
+    beta_BHV: Array,
+    log_decay_BH: Array,
+    prior_H: Array,
+    *,
+    scale: float = 1.0,
+    state: State | None = None,
+    segment_B: Array | None = None,
+) -> tuple[Array, State]:
+    """One token in constant memory: o [B, H, V] and the state after it. Arguments as `palimpsa`'s without the time axis.
+
+    Where `palimpsa` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
+    """
+    given = (q_BHK, k_BHK, v_BHV, beta_BHV, log_decay_BH, prior_H)
+    run = reference.step
+    if not launch.traced(*given, None if state is None else state.M_BHKV):
+        ops = arrays.of(q_BHK)
+        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
+        if kernels.choose("palimpsa", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
+            from kernels.palimpsa import one_token  # when it is first called: importing kernels loads no framework
+
+            run = one_token.step
+    return run(*given, scale=scale, state=state, segment_B=segment_B)

@@ -31,7 +31,7 @@ from kernels.palimpsa import chunked
 from kernels.palimpsa.reference import State
 from kernels.tiles import decay_sums
 
-C, S, BK = 64, 16, 8
+C, S, BK = 64, 16, 4
 
 
 @triton.jit
@@ -103,9 +103,31 @@ def _importance(v_VS, beta_VS, W_KTS, W2_KTS, M0_VK, J0_VK, c_T, prior, PRECISIO
 
 
 @triton.jit
+def _wide(x_VK, S: tl.constexpr):
+    """[BV, S]: key i in column 2 i, zeros between and behind: as many columns as the tensor cores want."""
+    BV: tl.constexpr = x_VK.shape[0]
+    BK: tl.constexpr = x_VK.shape[1]
+    x = tl.reshape(tl.join(x_VK, tl.zeros_like(x_VK)), [BV, 2 * BK])
+    if 2 * BK < S:
+        x = tl.reshape(tl.trans(tl.join(x, tl.zeros_like(x)), 0, 2, 1), [BV, 4 * BK])
+    if 4 * BK < S:
+        x = tl.reshape(tl.trans(tl.join(x, tl.zeros_like(x)), 0, 2, 1), [BV, 8 * BK])
+    return x
+
+
+@triton.jit
 def _narrow(x_VS, BK: tl.constexpr):
-    """The first BK columns, where the others are 0."""
-    return tl.sum(tl.reshape(x_VS, [x_VS.shape[0], x_VS.shape[1] // BK, BK]), 1)
+    """[BV, BK]: undoes `_wide`."""
+    x = tl.reshape(x_VS, [x_VS.shape[0], x_VS.shape[1] // (2 * BK), BK, 2])
+    return tl.sum(tl.sum(x, 3), 1)
+
+
+@triton.jit
+def _inside_of(x, N, SIZE: tl.constexpr):
+    """x < N, known to be true where tiles of SIZE fill N."""
+    if N % SIZE == 0:
+        return x == x
+    return x < N
 
 
 @triton.jit
@@ -139,56 +161,89 @@ def starts_kernel(
 
 
 @triton.jit
+def _begin(
+    k, v, beta, log_decay, M_starts, J_starts, M_block, J_block, tokens, v_V, in_V, H, K, V,
+    C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the states after `tokens` tokens of a chunk to M_block, J_block [K, V]; all pointers are those of the chunk."""
+    chunk = tl.arange(0, C)
+    before = chunk < tokens
+    weight_C, kept = _to_end(tl.load(log_decay + chunk * H, mask=before, other=0.0))
+    place_VC, in_VC = chunk[None, :] * (H * V) + v_V[:, None], in_V[:, None] & before[None, :]
+    v_VC = tl.load(v + place_VC, mask=in_VC, other=0.0)
+    beta_VC = tl.load(beta + place_VC, mask=in_VC, other=0.0).to(v_VC.dtype)
+    for k0 in range(0, K, BK):
+        k_K = k0 + tl.arange(0, BK)
+        in_K = _inside_of(k_K, K, BK)
+        place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
+        M = tl.load(M_starts + place_VK, mask=in_VK, other=0.0)
+        J = tl.load(J_starts + place_VK, mask=in_VK, other=0.0)
+        k_CK = tl.load(k + chunk[:, None] * (H * K) + k_K[None, :], mask=before[:, None] & in_K[None, :], other=0.0).to(tl.float32)
+        M, J = _moved(M, J, v_VC, beta_VC, k_CK, weight_C, kept, PRECISION)
+        tl.store(M_block + place_VK, M, mask=in_VK)
+        tl.store(J_block + place_VK, J, mask=in_VK)
+    tl.debug_barrier()  # before other threads read them
+
+
+@triton.jit
+def _keys(q, k, M_block, J_block, in_S, v_V, in_V, k0, H, K, V, BK: tl.constexpr):
+    """q, k [BK, S] of a block and the states M, J [BV, BK] that it starts with, for BK keys from k0 on."""
+    k_K = k0 + tl.arange(0, BK)
+    in_K = k_K < K
+    place_KS, in_KS = tl.arange(0, in_S.shape[0])[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
+    place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
+    q_KS, k_KS = tl.load(q + place_KS, mask=in_KS, other=0.0), tl.load(k + place_KS, mask=in_KS, other=0.0)
+    return q_KS, k_KS, tl.load(M_block + place_VK, mask=in_VK, other=0.0), tl.load(J_block + place_VK, mask=in_VK, other=0.0)
+
+
+@triton.jit
 def outputs_kernel(
-    q, k, v, beta, log_decay, prior, M_starts, J_starts, o, scale, T, H, K, V, N,
-    C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, o, scale, T, N,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, WK: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """o [B, T, H, V] of one chunk and one tile of values."""
     n, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = bh // H * T * H + bh % H
+    row = bh // H * T * H + bh % H + n.to(tl.int64) * C * H  # of the chunk's first token
     dtype = q.dtype.element_ty
     v_V = tl.program_id(0) * BV + tl.arange(0, BV)
-    in_V = v_V < V
-    M_starts += (bh * N + n) * K * V
-    J_starts += (bh * N + n) * K * V
+    in_V = _inside_of(v_V, V, BV)
+    at = (bh * N + n) * K * V
     prior_h = tl.load(prior + bh % H)
-    t_C = n * C + tl.arange(0, C)
-    rows_C = row + t_C.to(tl.int64) * H
-    for t0 in range(n * C, tl.minimum(n * C + C, T), S):
-        before = t_C < t0
-        weight_C, kept = _to_end(tl.load(log_decay + rows_C, mask=before, other=0.0))
-        v_VC = tl.load(v + rows_C[None, :] * V + v_V[:, None], mask=in_V[:, None] & before[None, :], other=0.0)
-        beta_VC = tl.load(beta + rows_C[None, :] * V + v_V[:, None], mask=in_V[:, None] & before[None, :], other=0.0).to(dtype)
-        t_S = t0 + tl.arange(0, S)
-        in_S = t_S < T
-        rows_S = row + t_S.to(tl.int64) * H
-        D_ST, c_T = _inside(tl.load(log_decay + rows_S, mask=in_S, other=0.0))
-        place_VS, in_VS = rows_S[None, :] * V + v_V[:, None], in_V[:, None] & in_S[None, :]
-        v_VS = tl.load(v + place_VS, mask=in_VS, other=0.0)
-        beta_VS = tl.load(beta + place_VS, mask=in_VS, other=0.0).to(dtype)
+    slot = tl.arange(0, S)
+    place_VS = slot[None, :] * (H * V) + v_V[:, None]
+    for j in range(0, tl.cdiv(tl.minimum(C, T - n * C), S)):
+        M_at, J_at = M_starts + at, J_starts + at
+        if j > 0:
+            M_at, J_at = M_block + at, J_block + at
+            _begin(
+                k + row * K, v + row * V, beta + row * V, log_decay + row, M_starts + at, J_starts + at, M_at, J_at, j * S, v_V, in_V,
+                H, K, V, C, WK, PRECISION,
+            )  # fmt: skip
+        first = row + j * S * H
+        in_S = slot < T - n * C - j * S
+        in_VS = in_V[:, None] & in_S[None, :]
+        D_ST, c_T = _inside(tl.load(log_decay + first + slot * H, mask=in_S, other=0.0))
         D_KTS = _spread(D_ST, BK)
+        v_VS = tl.load(v + first * V + place_VS, mask=in_VS, other=0.0)
+        beta_VS = tl.load(beta + first * V + place_VS, mask=in_VS, other=0.0).to(dtype)
         o_VT = tl.zeros([BV, S], tl.float32)
+        q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, 0, H, K, V, BK)
         for k0 in range(0, K, BK):
-            k_K = k0 + tl.arange(0, BK)
-            in_K = k_K < K
-            place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
-            M0 = tl.load(M_starts + place_VK, mask=in_VK, other=0.0)
-            J0 = tl.load(J_starts + place_VK, mask=in_VK, other=0.0)
-            k_CK = tl.load(k + rows_C[:, None] * K + k_K[None, :], mask=before[:, None] & in_K[None, :], other=0.0).to(tl.float32)
-            M0, J0 = _moved(M0, J0, v_VC, beta_VC, k_CK, weight_C, kept, PRECISION)
-            k_SK = tl.load(k + rows_S[:, None] * K + k_K[None, :], mask=in_S[:, None] & in_K[None, :], other=0.0).to(tl.float32)
-            q_KT = tl.load(q + rows_S[None, :] * K + k_K[:, None], mask=in_S[None, :] & in_K[:, None], other=0.0).to(tl.float32)
-            k_K1S = tl.trans(k_SK)[:, None, :]
-            W_KTS = D_KTS * k_K1S
-            M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_K1S, M0, J0, c_T, prior_h, PRECISION)
+            q_KT, k_KS, M0, J0 = q_1.to(tl.float32), k_1.to(tl.float32), M_1, J_1
+            q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k0 + BK, H, K, V, BK)
+            W_KTS = D_KTS * k_KS[:, None, :]
+            M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_KS[:, None, :], M0, J0, c_T, prior_h, PRECISION)
             o_VT += tl.sum(M * _reciprocal(I, INTERPRETED) * q_KT[None, :, :], 1)
-        tl.store(o + place_VS, (scale * o_VT).to(dtype), mask=in_VS)
+        tl.store(o + first * V + place_VS, (scale * o_VT).to(dtype), mask=in_VS)
+        tl.debug_barrier()  # M_block and J_block are read
 
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, beta, log_decay, prior, M_starts, J_starts, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior, scale, T, H, K, V, N, BH,
-    C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
+    scale, T, N, BH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+    WK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """All gradients for one tile of values, whose share of dq, dk, dlog_decay [tiles, B, T, H, ...] and dprior [tiles, B, H] it writes.
 
@@ -199,62 +254,54 @@ def gradients_kernel(
     share = tile.to(tl.int64) * (BH // H) * T * H
     dtype = q.dtype.element_ty
     v_V = tile * BV + tl.arange(0, BV)
-    in_V = v_V < V
+    in_V = _inside_of(v_V, V, BV)
     P += bh * K * V
     Q += bh * K * V
+    M_block += bh * K * V
+    J_block += bh * K * V
     prior_h = tl.load(prior + bh % H)
     TOKENS: tl.constexpr = S - 1
     slot = tl.arange(0, S)
     is_end = slot == TOKENS
-    is_own = tl.arange(0, BK)[:, None, None] == slot[None, None, :]
-    chunk = tl.arange(0, C)
-    place_VC, place_VS = chunk[None, :] * (H * V) + v_V[:, None], slot[None, :] * (H * V) + v_V[:, None]
+    is_own = 2 * tl.arange(0, BK)[:, None, None] == slot[None, None, :]  # as `_wide` has it
+    place_VS = slot[None, :] * (H * V) + v_V[:, None]
     dprior_h = 0.0
     for back in range(0, tl.cdiv(T, TOKENS)):
         t0 = (tl.cdiv(T, TOKENS) - 1 - back) * TOKENS
-        first = t0 // C * C
-        rows_C, rows_S = row + first.to(tl.int64) * H, row + t0.to(tl.int64) * H  # of the chunk's and of the block's first token
-        start = (bh * N + t0 // C) * K * V
-        before = chunk < t0 - first
-        weight_C, kept = _to_end(tl.load(log_decay + rows_C + chunk * H, mask=before, other=0.0))
-        in_VC = in_V[:, None] & before[None, :]
-        v_VC = tl.load(v + rows_C * V + place_VC, mask=in_VC, other=0.0)
-        beta_VC = tl.load(beta + rows_C * V + place_VC, mask=in_VC, other=0.0).to(dtype)
+        n = t0 // C
+        rows_C, rows_S = row + (n * C).to(tl.int64) * H, row + t0.to(tl.int64) * H  # of the chunk's and of the block's first token
+        at = (bh * N + n) * K * V
+        _begin(
+            k + rows_C * K, v + rows_C * V, beta + rows_C * V, log_decay + rows_C, M_starts + at, J_starts + at, M_block, J_block, t0 - n * C,
+            v_V, in_V, H, K, V, C, WK, PRECISION,
+        )  # fmt: skip
         in_S = (slot < T - t0) & (slot < TOKENS)
         D_ST, c_T = _inside(tl.load(log_decay + rows_S + slot * H, mask=in_S, other=0.0))
+        D_KTS = _spread(D_ST, BK)
         in_VS = in_V[:, None] & in_S[None, :]
         v_VS = tl.load(v + rows_S * V + place_VS, mask=in_VS, other=0.0)
         # the end's slot writes nothing (its k is 0), so its beta is free: with 1 there, O sums Z over the values, which is what dprior needs
         beta_VS = tl.where(is_end[None, :], 1.0, tl.load(beta + rows_S * V + place_VS, mask=in_VS, other=0.0)).to(dtype)
         do_VT = scale * tl.load(do + rows_S * V + place_VS, mask=in_VS, other=0.0).to(tl.float32)
-        D_KTS = _spread(D_ST, BK)
         dv_VS, dbeta_VS = tl.zeros([BV, S], tl.float32), tl.zeros([BV, S], tl.float32)
         G_KTS, g_KT = tl.zeros([BK, S, S], tl.float32), tl.zeros([BK, S], tl.float32)
+        q_1, k_1, M_1, J_1 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, 0, H, K, V, BK)
         for k0 in range(0, K, BK):
             k_K = k0 + tl.arange(0, BK)
-            in_K = k_K < K
+            in_K = _inside_of(k_K, K, BK)
             place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
             P_VK = tl.load(P + place_VK, mask=in_VK, other=0.0)
             Q_VK = tl.load(Q + place_VK, mask=in_VK, other=0.0)
-            k_S = k0 + slot  # the keys, in as many columns as tensor cores want
-            in_keys = (slot < BK) & (k_S < K)
-            place_V16, in_V16 = k_S[None, :] * V + v_V[:, None], in_V[:, None] & in_keys[None, :]
-            M0 = tl.load(M_starts + start + place_V16, mask=in_V16, other=0.0)
-            J0 = tl.load(J_starts + start + place_V16, mask=in_V16, other=0.0)
-            place_CS = chunk[:, None] * (H * K) + k_S[None, :]
-            k_CS = tl.load(k + rows_C * K + place_CS, mask=before[:, None] & in_keys[None, :], other=0.0).to(tl.float32)
-            M0, J0 = _moved(M0, J0, v_VC, beta_VC, k_CS, weight_C, kept, PRECISION)
-            place_KS, in_KS = slot[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
-            k_KS = tl.load(k + rows_S * K + place_KS, mask=in_KS, other=0.0).to(tl.float32)
-            q_KT = tl.where(is_end[None, :], 1.0, tl.load(q + rows_S * K + place_KS, mask=in_KS, other=0.0).to(tl.float32))
+            q_KT, k_KS, M0, J0 = tl.where(is_end[None, :], 1.0, q_1.to(tl.float32)), k_1.to(tl.float32), M_1, J_1
+            q_1, k_1, M_1, J_1 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, k0 + BK, H, K, V, BK)
             k_K1S, q_KT1 = k_KS[:, None, :], q_KT[:, :, None]
             W_KTS = D_KTS * k_K1S
-            W2_KTS = W_KTS * k_K1S
-            M, I = _importance(v_VS, beta_VS, W_KTS, W2_KTS, _narrow(M0, BK), _narrow(J0, BK), c_T, prior_h, PRECISION)
+            M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_K1S, M0, J0, c_T, prior_h, PRECISION)
 
             r = _reciprocal(I, INTERPRETED)
+            X = M * r
             L = do_VT[:, None, :] * r
-            Z = -L * (M * r)
+            Z = -X * L
             L = tl.reshape(tl.where(is_end[None, None, :], P_VK[:, :, None], L).to(dtype), [BV, BK * S])
             Z = tl.reshape(tl.where(is_end[None, None, :], Q_VK[:, :, None], Z).to(dtype), [BV, BK * S])
 
@@ -269,14 +316,15 @@ def gradients_kernel(
             L_TV, Z_TV = tl.trans(L), tl.trans(Z)
             N_KTS = tl.reshape(tl.dot(L_TV, v_VS, input_precision=PRECISION), [BK, S, S])
             O_KTS = tl.reshape(tl.dot(Z_TV, beta_VS, input_precision=PRECISION), [BK, S, S])
-            NM_KTS = tl.reshape(tl.dot(L_TV, M0.to(dtype), input_precision=PRECISION), [BK, S, S])
-            OJ_KTS = tl.reshape(tl.dot(Z_TV, J0.to(dtype), input_precision=PRECISION), [BK, S, S])
+            NM_KTS = tl.reshape(tl.dot(L_TV, _wide(M0.to(dtype), S), input_precision=PRECISION), [BK, S, S])
+            OJ_KTS = tl.reshape(tl.dot(Z_TV, _wide(J0.to(dtype), S), input_precision=PRECISION), [BK, S, S])
             NM_KT = c_T[None, :] * tl.sum(tl.where(is_own, NM_KTS, 0.0), 2)
             g_KT += q_KT * (NM_KT + c_T[None, :] * tl.sum(tl.where(is_own, OJ_KTS, 0.0), 2))
             kO_KTS = k_K1S * O_KTS
             G_KTS += tl.where(is_end[None, None, :], q_KT1 * O_KTS, qW_KTS * (N_KTS + kO_KTS))
             dq_KT = tl.sum(W_KTS * N_KTS, 2) + NM_KT
             dk_KS = tl.sum(D_KTS * q_KT1 * (N_KTS + 2.0 * kO_KTS), 1)
+            place_KS, in_KS = slot[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
             tl.store(dq + (share + rows_S) * K + place_KS, dq_KT, mask=in_KS)
             tl.store(dk + (share + rows_S) * K + place_KS, dk_KS, mask=in_KS)
         tl.store(dv + rows_S * V + place_VS, dv_VS.to(dtype), mask=in_VS)
@@ -307,10 +355,11 @@ def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
         starts_kernel, (launch.divide_up(V, BV), launch.divide_up(K, wide), B * H),
         k, v, beta, log_decay, M, J, M_starts, J_starts, M_last, J_last, T, H, K, V, N, C=C, BK=wide, BV=BV, PRECISION=precision,
     )  # fmt: skip
+    M_block, J_block = torch.empty_like(M_starts), torch.empty_like(J_starts)
     launch.launch(
         outputs_kernel, (launch.divide_up(V, BV), N, B * H),
-        q, k, v, beta, log_decay, prior, M_starts, J_starts, o, scale, T, H, K, V, N,
-        C=C, S=S, BK=BK, BV=BV, PRECISION=precision, INTERPRETED=launch.INTERPRETED,
+        q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, o, scale, T, N,
+        H=H, K=K, V=V, C=C, S=S, BK=BK, WK=wide, BV=BV, PRECISION=precision, INTERPRETED=launch.INTERPRETED, stages=1,
     )  # fmt: skip
     return (o, M_last, J_last), (M_starts, J_starts)
 
@@ -322,11 +371,11 @@ def backward(inputs, residuals, gradients, *, scale):
     tiles = launch.divide_up(V, BV)
     shares = lambda *shape: P.new_empty((tiles, B, *shape))  # noqa: E731
     dq, dk, dlog_decay, dprior = shares(T, H, K), shares(T, H, K), shares(T, H), shares(H)
-    dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
+    dv, dbeta, M_block, J_block = (torch.empty_like(x) for x in (v, beta, P, Q))
     launch.launch(
         gradients_kernel, (tiles, B * H),
-        q, k, v, beta, log_decay, prior, *residuals, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior, scale, T, H, K, V, N, B * H,
-        C=C, S=S, BK=BK, BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED,
+        q, k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
+        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=BK, WK=min(32, _power(K)), BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
     )  # fmt: skip
     return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
 
