@@ -94,43 +94,54 @@ def _cut(q, k, v, log_decay, beta, sign, lam, chunk, together) -> tuple[list, tu
     split, many = partial(mosaic.split, C=chunk, many=together), partial(by_chunk, many=together)
     q, k, v = (split(x) for x in (q, k, v))
     gates = [None if x is None else many(split(x, fill=fill)) for x, fill in ((log_decay, 0), (beta, 0), (sign, 1))]
-    return [many(q), many(k), many(v), *gates, by_head(lam.astype(jnp.float32)[:, None])], q.shape[:2]
+    return [many(q), many(k), many(v), *gates, by_head(lam.astype(jnp.float32)[..., None])], q.shape[:2]
 
 
 class System:
-    """H_t + Lambda of every token t of a chunk."""
+    """H_t + Lambda of every token t of a chunk. Tokens lie along lanes in here: what each has one number of is a row, a sixteenth of a column."""
 
-    def __init__(self, k_CK: Array, d: Decay, beta_1C: Array, lam_1K: Array, H_KK: Array, precise: int) -> None:
-        self.k_CK, self.since_start_C1, self.lam_1K, self.precise = k_CK, d.since_start_C1, lam_1K, precise
-        self.weight_CC = d.weight_CC * beta_1C
-        self.k_parts, self.H_parts = (x if precise == 3 else parts(x, precise) for x in (k_CK, H_KK))
-        at_start_1K = jnp.sum(jnp.where(token(H_KK.shape[0], 0) == token(H_KK.shape[0], 1), H_KK, 0.0), axis=0, keepdims=True)
-        k32 = k_CK.astype(jnp.float32)
-        self.diagonal_CK = dot(self.weight_CC, k32 * k32, precise=precise) + d.since_start_C1 * at_start_1K + lam_1K
+    def __init__(self, k_CK: Array, d: Decay, beta_1C: Array, lam_K1: Array, H_KK: Array, precise: int) -> None:
+        self.lam_K1, self.precise, self.weight_CC = lam_K1, precise, d.weight_CC * beta_1C
+        self.since_start_1C, self.seen_SC = row(d.since_start_C1), self.weight_CC.T
+        k_KC = k_CK.astype(jnp.float32).T
+        diagonal_K1 = jnp.sum(jnp.where(token(H_KK.shape[0], 0) == token(H_KK.shape[0], 1), H_KK, 0.0), axis=1, keepdims=True)
+        self.diagonal_KC = dot(k_KC * k_KC, self.seen_SC, precise=precise) + diagonal_K1 * self.since_start_1C + lam_K1
+        self.k_SK, self.k_KS, self.H_KK = k_CK, k_KC.astype(k_CK.dtype), H_KK
+        if precise == 2:
+            self.stacked = jnp.concatenate((*parts(k_CK, 1), *parts(H_KK, 2)), 0)
 
-    def apply(self, x_CK: Array) -> Array:
+    def apply(self, x_KC: Array) -> Array:
         product = partial(dot, precise=self.precise)
-        x = x_CK if self.precise == 3 else parts(x_CK, self.precise)
-        inside = product(product(x, self.k_parts, NT) * self.weight_CC, self.k_parts)
-        return inside + product(x, self.H_parts) * self.since_start_C1 + self.lam_1K * x_CK
+        score_SC, from_start_KC = self._with_keys_and_start(x_KC)
+        return product(self.k_KS, score_SC * self.seen_SC) + from_start_KC * self.since_start_1C + self.lam_K1 * x_KC
+
+    def _with_keys_and_start(self, x_KC: Array) -> tuple[Array, Array]:
+        """(k x, H x); with two parts, one product for each part of x, which a matrix unit then takes in once."""
+        C, K = self.seen_SC.shape[0], x_KC.shape[0]
+        if self.precise == 3 or C % 16 or K % 16:
+            product = partial(dot, precise=self.precise)
+            return product(self.k_SK, x_KC), product(self.H_KK, x_KC)
+        high, low = parts(x_KC, 2)
+        by_high, by_low = dot(self.stacked, high, precise=1), dot(self.stacked[: C + K], low, precise=1)
+        return by_high[:C] + by_low[:C], by_high[C : C + K] + by_high[C + K :] + by_low[C:]
 
 
-def solve_together(systems: list[System], rhs: list[Array], **options: Any) -> tuple[list[Array], list[Array]]:
+def solve_together(systems: list[System], rhs_KC: list[Array], **options: Any) -> tuple[list[Array], list[Array]]:
     """The solutions of several chunks' systems and the steps that their tokens took, in one loop."""
-    C = rhs[0].shape[0]
+    C = rhs_KC[0].shape[1]
 
     def cut(x: Array) -> list[Array]:
-        return [x[r * C : (r + 1) * C] for r in range(len(systems))]
+        return [x[:, r * C : (r + 1) * C] for r in range(len(systems))]
 
     def apply(x: Array) -> Array:
         return _joined([system.apply(part) for system, part in zip(systems, cut(x), strict=True)])
 
-    x, taken = solver.iterate(apply, _joined(rhs), _joined([system.diagonal_CK for system in systems]), **options)
+    x, taken = solver.iterate(apply, _joined(rhs_KC), _joined([system.diagonal_KC for system in systems]), axis=0, **options)
     return cut(x), cut(taken)
 
 
 def _joined(arrays: list[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, 0)
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, 1)
 
 
 def _decay(log_decay_ref: Any, sign_ref: Any, r: int) -> Decay:
@@ -157,12 +168,13 @@ def _forward(
         G_last_ref[:] = linear.advance(k_CK, v_ref[r], decays[r], G_KV, precise)
         H_last_ref[:] = linear.advance(k_CK, k_CK, decays[r], H_KK, precise)
 
-    queries = [q_ref[r].astype(jnp.float32) for r in range(len(systems))]
+    queries = [q_ref[r].astype(jnp.float32).T for r in range(len(systems))]
     solutions, taken = solve_together(systems, queries, **solve)
-    for r, (system, q_CK, x_CK) in enumerate(zip(systems, queries, solutions, strict=True)):
+    for r, (system, q_KC, x_KC) in enumerate(zip(systems, queries, solutions, strict=True)):
+        taken_ref[r] = taken[r].astype(jnp.float32)
+        residual_ref[r] = solver.relative_residual(q_KC, q_KC - system.apply(x_KC), axis=0, keepdims=True)
+        x_CK = x_KC.T
         x_ref[r] = x_CK
-        taken_ref[r] = row(taken[r].astype(jnp.float32))
-        residual_ref[r] = row(solver.relative_residual(q_CK, q_CK - system.apply(x_CK), keepdims=True))
         o_ref[r] = linear.read(x_CK, k_ref[r], v_ref[r], decays[r], G_starts_ref[r], precise).astype(o_ref.dtype)
 
 
@@ -186,12 +198,12 @@ def _backward(
         decays.append(d)
         read_values.append(do_v)
         read_starts.append(do_G)
-        written_back.append(product(do_v * system.weight_CC, k_ref[r]) + do_G)  # G_t do_t
+        written_back.append((product(do_v * system.weight_CC, k_ref[r]) + do_G).T)  # G_t do_t
     backs, _ = solve_together(systems, written_back, **solve)  # e*
 
     # S = [G | H], written with [v | k] and read by x, under the output's gradient [do | -back]
     for r in reversed(range(len(systems))):
-        d, weight_CC, beta_C1, back_CK = decays[r], systems[r].weight_CC, column(beta_ref[r]), backs[r]
+        d, weight_CC, beta_C1, back_CK = decays[r], systems[r].weight_CC, column(beta_ref[r]), backs[r].T
         k_CK, v_CV, do_CV, x_CK = k_ref[r], v_ref[r], do_ref[r], x_ref[r]
         G_KV, H_KK, dG_KV, dH_KK = G_starts_ref[r], H_starts_ref[r], dG_ref[:], dH_ref[:]
         score_CC = product(x_CK, k_CK, NT)

@@ -33,16 +33,16 @@ def conjugate_gradients(
     return x, taken[..., 0]
 
 
-def iterate(apply, rhs, diagonal, *, steps, eps, criterion, start, unrolled=False) -> tuple[Array, Array]:
-    """`conjugate_gradients` whose steps are [..., 1], and that keeps every array's axes: a kernel can take it as it is.
+def iterate(apply, rhs, diagonal, *, steps, eps, criterion, start, unrolled=False, axis: int = -1) -> tuple[Array, Array]:
+    """`conjugate_gradients` that keeps every array's axes, as a kernel needs it: the steps are [..., 1]. axis: that of a system's K numbers.
 
     A system is frozen from when the square of its residual is carried as 0.
     """
     ops = arrays.of(rhs)
-    unit, size = _unit(rhs, ops)
+    unit, size = _unit(rhs, ops, axis)
     x = jacobi(unit, diagonal) if start == "jacobi" else unit * 0.0
     r = unit - apply(x)
-    rr = _square(r, ops)
+    rr = _square(r, ops, axis)
     first = ops.sqrt(ops.stop_gradient(rr))
     limit = ops.maximum(eps * (ops.minimum(first, 1.0) if criterion == "b" else first), ops.epsilon(r)) ** 2
 
@@ -53,11 +53,11 @@ def iterate(apply, rhs, diagonal, *, steps, eps, criterion, start, unrolled=Fals
     def advance_all(carry):
         x, r, p, rr, taken, count = carry
         Ap = apply(p)
-        curvature = ops.sum(p * Ap, -1, keepdims=True)
+        curvature = ops.sum(p * Ap, axis, keepdims=True)
         moves = (rr > limit) & (curvature > 0)
         alpha = ops.where(moves, rr / ops.where(moves, curvature, 1.0), 0.0)
         x, r = x + alpha * p, r - alpha * Ap
-        new = _square(r, ops)
+        new = _square(r, ops, axis)
         active = moves & (new > limit)
         turn = ops.where(active, new / ops.where(active, rr, 1.0), 0.0)
         return x, r, r + turn * p, ops.where(active, new, 0.0), taken + ops.cast(moves, ops.int32), count + 1
@@ -70,8 +70,8 @@ def iterate(apply, rhs, diagonal, *, steps, eps, criterion, start, unrolled=Fals
     return carry[0] * size, carry[4]
 
 
-def _square(x: Array, ops: Any) -> Array:
-    return ops.sum(x * x, -1, keepdims=True)
+def _square(x: Array, ops: Any, axis: int) -> Array:
+    return ops.sum(x * x, axis, keepdims=True)
 
 
 def jacobi(rhs: Array, diagonal: Array) -> Array:
@@ -81,20 +81,20 @@ def jacobi(rhs: Array, diagonal: Array) -> Array:
     return ops.where(positive, rhs / ops.where(positive, diagonal, 1.0), 0.0)
 
 
-def relative_residual(rhs: Array, left: Array, *, keepdims: bool = False) -> Array:
-    """||left|| / ||rhs|| in float32, for left = rhs - A x; 0 where rhs is 0."""
+def relative_residual(rhs: Array, left: Array, *, axis: int = -1, keepdims: bool = False) -> Array:
+    """||left|| / ||rhs|| over an axis in float32, for left = rhs - A x; 0 where rhs is 0."""
     ops = arrays.of(rhs)
-    _, size = _unit(rhs, ops)
+    _, size = _unit(rhs, ops, axis)
     left = ops.where(size > 0, left / ops.where(size > 0, size, 1.0), 0.0)
-    return ops.cast(ops.sqrt(ops.sum(left * left, -1, keepdims=keepdims)), ops.float32)
+    return ops.cast(ops.sqrt(ops.sum(left * left, axis, keepdims=keepdims)), ops.float32)
 
 
-def _unit(x: Array, ops: Any) -> tuple[Array, Array]:
-    """x / ||x|| and ||x|| [..., 1], without squaring anything tiny or huge; 0 and 0 for x = 0.
+def _unit(x: Array, ops: Any, axis: int) -> tuple[Array, Array]:
+    """x / ||x|| and ||x|| [..., 1] over an axis, without squaring anything tiny or huge; 0 and 0 for x = 0.
 
     ||x|| is a constant to gradients: who divides by it and multiplies again has the right one.
     """
-    largest = ops.stop_gradient(ops.max(ops.absolute(x), -1, keepdims=True))
+    largest = ops.stop_gradient(ops.max(ops.absolute(x), axis, keepdims=True))
     scaled = x / ops.where(largest > 0, largest, 1.0)
-    norm = ops.sqrt(ops.stop_gradient(ops.sum(scaled * scaled, -1, keepdims=True)))
+    norm = ops.sqrt(ops.stop_gradient(ops.sum(scaled * scaled, axis, keepdims=True)))
     return scaled / ops.where(norm > 0, norm, 1.0), largest * norm
