@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels.linear_attention.inside import across_chunks, between_pairs
-from kernels.linear_attention.walks import between, to_end
-from kernels.mesa.products import low_part, product
+from kernels.linear_attention.walks import to_end
+from kernels.mesa.products import low_part, product, weights
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def gradients(
     sum_C, tag_C = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C)
     end_C = to_end(sum_C, tag_C, tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1))
     beta_C = tl.load(beta + row + row_C, mask=real_C, other=0.0)
-    decay_CC = between(sum_C, tag_C)
+    decay_CC = weights(sum_C, tag_C, sum_C * 0.0 + 1.0)
     dscore_CC = (once(do_CV, tl.trans(v_CV), None, MODE) - back_CC) * decay_CC * beta_C[None, :]
     dlog_decay_C = between_pairs(score_CC * dscore_CC, "tf32x3" if MODE == "exact" else "ieee")
     weight_CC = score_CC * decay_CC

@@ -48,3 +48,19 @@ def product(a, b, b_low, sum, MODE: tl.constexpr):
             if b_low is not None:
                 sum = tl.dot(high, b_low, sum)
         return sum
+
+
+@triton.jit
+def settled(x):
+    """x, as a product leaves its result: through one that adds 0. What follows from it stays there, and is not made anew in other layouts."""
+    left, right = tl.zeros((x.shape[0], 16), tl.float16), tl.zeros((16, x.shape[1]), tl.float16)
+    return tl.dot(left, right, x)
+
+
+@triton.jit
+def weights(sum_C, tag_C, reach_C):
+    """[C, C]: the decay from s to t, times s's reach; sums and tags are `kernels.linear_attention.walks.gates`'."""
+    token_C, document_C = tl.arange(0, sum_C.shape[0]), tag_C >> 1
+    flip_C = 1.0 - 2.0 * (tag_C & 1).to(tl.float32)
+    seen = (token_C[:, None] >= token_C[None, :]) & (document_C[:, None] == document_C[None, :])
+    return tl.where(seen, tl.exp(sum_C[:, None] - sum_C[None, :]) * flip_C[:, None] * (flip_C * reach_C)[None, :], 0.0)

@@ -15,8 +15,8 @@ Shapes: C tokens of the chunk, K key size, V value size, X = V + K, M = chunks x
 import triton
 import triton.language as tl
 
-from kernels.linear_attention.walks import between, since_start
-from kernels.mesa.products import operand, power_of_two, product, row_scales
+from kernels.linear_attention.walks import since_start
+from kernels.mesa.products import operand, power_of_two, product, row_scales, settled, weights
 from kernels.mesa.walks import tile
 
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
@@ -69,7 +69,7 @@ def right_side(
     k_CK, k_size_C = scaled(k + first_row * K, row_C, real_C, K, BK, MODE)
     reach_C = tl.load(beta + first_row + row_C, mask=real_C, other=0.0) * k_size_C * v_size_C
     most = 1.0 if MODE == "exact" else power_of_two(tl.max(reach_C, 0))
-    inside_CC = product(do_CV, tl.trans(v_CV), None, None, ONCE) * between(sum_C, tag_C) * (reach_C / most)[None, :]
+    inside_CC = product(do_CV, tl.trans(v_CV), None, None, ONCE) * weights(sum_C, tag_C, reach_C / most)
     rhs_CK = product(inside_CC, k_CK, None, rhs_CK * (1 / most), FULL) * (do_size_C * most)[:, None]
     tl.store(rhs + first_row * K + at_CK, rhs_CK, mask=real_CK)
 
@@ -83,7 +83,7 @@ def system(m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_
     unit = 1.0 if MODE == "exact" else power_of_two(tl.maximum(tl.max(reach_C, 0), H_size))
     sum_C, tag_C = tl.load(sums + chunk * C + tl.arange(0, C)), tl.load(tags + chunk * C + tl.arange(0, C))
     start_C = since_start(sum_C, tag_C, tl.load(firsts + chunk))
-    weight_CC = between(sum_C, tag_C) * (reach_C / unit)[None, :]
+    weight_CC = weights(sum_C, tag_C, reach_C / unit)
     return k_CK, k_size_C, weight_CC, start_C * (H_size / unit), unit, sum_C, tag_C, start_C
 
 
@@ -143,9 +143,9 @@ def _iterate(
     ONCE: tl.constexpr = "exact" if MODE == "exact" else "half"
 
     k_CK, _, weight_CC, start_C, unit, _, _, _ = system(m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K, BK, C, MODE)
-    # Through a product that adds 0: then all that follows, and every token's scalars, are where products leave their rows.
-    b_CK = tl.load(rhs + first_row * K + at_CK, mask=real_CK, other=0.0).to(tl.float32)
-    b_CK = product(operand(weight_CC * 0.0, MODE), k_CK, None, b_CK, ONCE)
+    # Made in the layout that products leave their results in, so that nothing is made anew in another, and all scalars of tokens are there.
+    weight_CC += 0.0 * product(k_CK, tl.trans(k_CK), None, None, ONCE)
+    b_CK = settled(tl.load(rhs + first_row * K + at_CK, mask=real_CK, other=0.0).to(tl.float32))
     most_C = tl.max(tl.abs(b_CK), 1)
     b_CK *= (1 / tl.where(most_C > 0, most_C, 1.0))[:, None]
     norm_C = tl.sqrt(tl.sum(b_CK * b_CK, 1))
@@ -163,7 +163,8 @@ def _iterate(
         diagonal_CK = product(operand(weight_CC, MODE), operand(squared_CK, MODE), None, None, ONCE)
         diagonal_CK += start_C[:, None] * diagonal_K[None, :] + (tl.load(lam + h * K + i_K, mask=i_K < K, other=1.0) / unit)[None, :]
         positive_CK = diagonal_CK > 0
-        p_CK = tl.where(positive_CK, b_CK / tl.where(positive_CK, diagonal_CK, 1.0), 0.0)
+        root_CK = tl.rsqrt(tl.where(positive_CK, diagonal_CK, 1.0))  # quicker than to divide
+        p_CK = tl.where(positive_CK, b_CK * root_CK * root_CK, 0.0)
         first_C = tl.sqrt(tl.sum(p_CK * p_CK, 1))
         p_CK *= (1 / tl.where(first_C > 0, first_C, 1.0))[:, None]
         count = -1
@@ -329,7 +330,7 @@ def _check(
         G_size = 1.0 if MODE == "exact" else tl.load(scale + m * 2)
         reach_C = tl.load(beta + first_row + row_C, mask=real_C, other=0.0) * k_size_C * v_size_C
         G_unit = 1.0 if MODE == "exact" else power_of_two(tl.maximum(tl.max(reach_C, 0), G_size))
-        weight_CC = score_CC * between(sum_C, tag_C) * (reach_C / G_unit)[None, :]
+        weight_CC = score_CC * weights(sum_C, tag_C, reach_C / G_unit)
         for first_value in range(0, V, BJ):
             j_J = first_value + tl.arange(0, BJ)
             at_KJ, real_KJ = i_K[:, None] * (V + K) + j_J[None, :], (i_K < K)[:, None] & (j_J < V)[None, :]

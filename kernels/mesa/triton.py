@@ -23,10 +23,12 @@ from kernels.mesa.reference import State
 Array = Any  # torch.Tensor
 
 CHUNK = 64
-TILE = 64
-"""Columns of [G | H] that one program walks with."""
-SLICE = 32
-"""Columns that a chunk's program takes at a time."""
+# Columns at a time, warps and stages, by MODE.
+CONFIGURATIONS = {
+    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
+    "split": {"starts": (64, 4, 2), "iterate": (0, 8, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
+    "exact": {"starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (32, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1), "inside": (32, 8, 1)},
+}  # fmt: skip
 BOUND = 1e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
 
@@ -52,9 +54,10 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     high = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.float16)
     low = high if mode == "exact" else torch.empty_like(high)
     scale, last = new((M, 2), dtype=torch.float32), torch.empty_like(S_BHKX)
+    columns, warps, stages = CONFIGURATIONS[mode]["starts"]
     launch(
-        walks.starts, (columns(K, V), B * H), k, v, beta, *decays, S_BHKX, high, low, scale, last, T, H, N, B * H,
-        **sizes, BV=tile(V), BW=TILE, MODE=mode, warps=4, stages=2,
+        walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), k, v, beta, *decays, S_BHKX, high, low, scale, last, T, H, N, B * H,
+        **sizes, BV=tile(V), BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     o = torch.empty_like(v)
     x, taken, residual, _ = solve(q, k, v, None, beta, decays, lam, high, low, scale, o, None, steps, eps, criterion, start, mode)
@@ -73,6 +76,7 @@ def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, ste
     asked = new(beta.shape)
     left, goal, flag = (new(k.shape), new(beta.shape), new((M,), dtype=torch.int32)) if rounds else (x, residual, taken)
     x0, since = (x0, since) if back else (x, residual)
+    iterate, check = CONFIGURATIONS[mode]["iterate"], CONFIGURATIONS[mode]["check"]
     for number in range(rounds + 1):
         first, last = number == 0, number == rounds
         grid = (M,) if first else (min(M, 264),)  # two for each multiprocessor of the largest card
@@ -80,12 +84,13 @@ def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, ste
             solver.iterate, grid, rhs if first else left, k, beta, *decays, lam, high, low, scale, x, taken, asked, goal, flag,
             T, H, B * H, M, steps, eps,
             **sizes, MODE="half" if mode == "refine" else mode, FIRST=first, JACOBI=first and start == "jacobi", CRITERION=criterion,
-            warps=4 if mode == "refine" else 8, stages=1,
+            warps=iterate[1], stages=iterate[2],
         )  # fmt: skip
         launch(
             solver.check, grid, rhs, k, v, x0, beta, *decays, lam, high, low, scale, x, taken, asked, left, goal, flag, output, residual, since,
             dlam, T, H, B * H, M, steps, int(last), BOUND,
-            **sizes, BV=tile(V), BJ=SLICE, MODE="exact" if mode == "exact" else "split", BACK=back, FIRST=first, warps=4, stages=1,
+            **sizes, BV=tile(V), BJ=check[0], MODE="exact" if mode == "exact" else "split", BACK=back, FIRST=first,
+            warps=check[1], stages=check[2],
         )  # fmt: skip
     return x, taken, residual, dlam
 
@@ -106,21 +111,23 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     rhs, dq, since = new(q.shape), torch.empty_like(q), new(beta.shape)
     launch(
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
-        **sizes, BV=tile(V), MODE=mode, warps=8, stages=1,
+        **sizes, BV=tile(V), MODE=mode, warps=CONFIGURATIONS[mode]["right_side"][1], stages=1,
     )  # fmt: skip
     back, _, since, dlam = solve(rhs, k, v, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
-    tiles = columns(K, V)
+    columns, warps, stages = CONFIGURATIONS[mode]["ends"]
+    tiles = divide_up(V, columns) + divide_up(K, columns)
     dthrough, dS = new((M, tiles)), new(S_BHKX.shape)
     launch(
         walks.ends, (tiles, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, T, H, N, B * H,
-        **sizes, BW=TILE, MODE=mode, warps=4, stages=2,
+        **sizes, BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
+    columns, warps, stages = CONFIGURATIONS[mode]["inside"]
     dk, dv, dbeta, dlog_decay = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape)
     launch(
         inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay,
-        T, H, N, B * H, **sizes, BV=tile(V), BJ=SLICE, TILES=tiles, MODE=mode, warps=4, stages=2,
+        T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=tiles, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
@@ -142,11 +149,6 @@ def operands(mode: str, q, k, v, *rest: torch.Tensor | None) -> list[torch.Tenso
     return [x.to(torch.float32 if mode == "exact" else torch.bfloat16).contiguous() for x in (q, k, v)] + [
         None if x is None else x.float().contiguous() for x in rest
     ]
-
-
-def columns(K: int, V: int) -> int:
-    """Tiles of [G | H]'s columns."""
-    return divide_up(V, TILE) + divide_up(K, TILE)
 
 
 def tile(size: int) -> int:

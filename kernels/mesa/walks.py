@@ -37,8 +37,8 @@ def starts(
     S_KW = tl.load(begin + bh.to(tl.int64) * K * (V + K) + at_KW, mask=real_KW, other=0.0)
     bound = 0.0  # of |G| or |H|, from all of their columns
     if MODE != "exact":
-        for first in range(0, tl.where(part == 0, V, K), BW):
-            j = first + tl.arange(0, BW)
+        for other in range(0, tl.where(part == 0, V, K), BW):
+            j = other + tl.arange(0, BW)
             real = (i_K < K)[:, None] & (j < tl.where(part == 0, V, K))[None, :]
             at = i_K[:, None] * (V + K) + (part * V + j)[None, :]
             bound = tl.maximum(bound, tl.max(tl.abs(tl.load(begin + bh.to(tl.int64) * K * (V + K) + at, mask=real, other=0.0))))
