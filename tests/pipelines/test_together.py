@@ -25,7 +25,9 @@ def test_ray_train_trains_as_one_process_does(tmp_path, monkeypatch):
     budget, spec = make_packed(tmp_path / "packed"), train_spec(model=MESA, steps=12)
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    wanted = Request("train", "cell", spec.model_dump(), {"budget": str(budget)}, str(tmp_path / "store"), "study", device="cpu", processes=2)
+    wanted = Request(
+        "train", "cell", spec.model_dump(), {"budget": str(budget)}, str(tmp_path / "store"), "study", device="cpu", processes=2
+    )
     wanted.resources = {"cpus": 2}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
