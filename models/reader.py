@@ -33,7 +33,7 @@ def reader(trainer: Any, setting: Mapping[str, Any] | None = None) -> Any:
     return module.Reader(trainer, setting)
 
 
-def size_class(length: int) -> int:
-    """The length that a sequence is padded to, whatever it is read beside: four classes to each power of two, few shapes to compile."""
-    step = max(8, 1 << max(0, (length - 1).bit_length() - 3))
+def size_class(length: int, classes: int = 4) -> int:
+    """The length that a sequence is padded to, whatever it is read beside: so many classes (a power of two) to each power of two."""
+    step = max(8, (1 << (length - 1).bit_length()) // (2 * classes))
     return -(-length // step) * step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,13 +58,6 @@ class Engine:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-    @cached_property
-    def stops(self) -> np.ndarray:
-        """bool [V]: tokens with a line's end in them, and BOS, which ends a text."""
-        found = np.array(["\n" in self.tokenizer.decode([token]) for token in range(self.tokenizer.size)])
-        found[self.tokenizer.bos] = True
-        return found
 
     def evaluate(self, scoring: Scoring, rows: Sequence[Row], examples: Sequence[Row]) -> Iterator[tuple[int, int, Ask, Answer]]:
         """(item's place in `rows`, examples that fitted before it, how it was asked, what came) of each item, in no order."""
@@ -148,12 +141,13 @@ class Engine:
 
     def _going_on(self, state: Beginning, tokens_BP: np.ndarray, segments_BP: np.ndarray, new_tokens: int) -> list[np.ndarray]:
         """Tokens of each row up to a line's end, without it, or to `new_tokens`."""
+        ending = stops(self.tokenizer)
         found: list[list[int]] = [[] for _ in tokens_BP]
         ended = np.zeros(len(tokens_BP), bool)
         for token_B in self.reader.go_on(state, tokens_BP, segments_BP, new_tokens):
             for row in np.flatnonzero(~ended):
                 found[row].append(int(token_B[row]))
-            ended |= self.stops[token_B]
+            ended |= ending[token_B]
             if ended.all():
                 break
         return [np.array(tokens, np.int64) for tokens in found]
@@ -162,11 +156,20 @@ class Engine:
         """(padded length, places) of what is read together: as many as batch_tokens, and the memory for states, hold."""
         classes: dict[int, list[int]] = {}
         for place, length in enumerate(lengths):
-            classes.setdefault(size_class(length), []).append(place)
+            # Steps take longer than reading: those that are gone on with are fewer, larger batches.
+            classes.setdefault(size_class(length, 1 if behind else 4), []).append(place)
         for length, places in sorted(classes.items()):
             floats = self.reader.model.state_floats(state.tokens + length + behind)
             size = max(1, min(self.batch_tokens // length, STATE_FLOATS // max(1, floats)))
             yield from ((length, places[start : start + size]) for start in range(0, len(places), size))
+
+
+@cache
+def stops(tokenizer: Tokenizer) -> np.ndarray:
+    """bool [V]: tokens with a line's end in them, and BOS, which ends a text."""
+    found = np.array(["\n" in tokenizer.decode([token]) for token in range(tokenizer.size)])
+    found[tokenizer.bos] = True
+    return found
 
 
 def _padded(texts: list[np.ndarray], length: int, *, in_front: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -101,3 +101,4 @@ def test_size_classes_waste_a_quarter_at_most():
     sizes = [size_class(length) for length in range(1, 5000)]
     assert all(0 <= size - length < max(8, length / 4 + 1) for length, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes) and len(set(sizes)) < 40
+    assert [size_class(length, 1) for length in (1, 8, 9, 100, 128, 129)] == [8, 8, 16, 128, 128, 256]
