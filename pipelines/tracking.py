@@ -115,11 +115,11 @@ class Tracker:
         return not run.failed
 
     def log_evaluation(self, cell: str, key: str, train_key: str, perplexity: Path, provenance: dict[str, Any]) -> bool:
-        """What an evaluation adds to the run of its weights. key: the evaluation's. perplexity: its table, a Parquet file."""
+        """What an evaluation adds to the run of its weights. key: the evaluation's. perplexity: its table, a Parquet file; scores.parquet may stand beside it."""
         with self._run(f"evaluate {cell}", train_key, cell) as run:
             if run is None or run.tags.get("strata.evaluation") == key:
                 return run is not None
-            run.metrics(_perplexities(perplexity))
+            run.metrics(_perplexities(perplexity) | _scores(perplexity.with_name("scores.parquet")))
             run.tags_of(
                 {f"evaluation.{name}": value for name, value in _tags(provenance).items() if name.startswith(("kernels", "device"))}
             )
@@ -324,6 +324,16 @@ def _perplexities(path: Path) -> dict[str, float]:
         for row in rows
         if row["perplexity"] is not None
     }
+
+
+def _scores(path: Path) -> dict[str, float]:
+    """tasks/<task>/<shots>/<setting> -> the score's mean over draws; nothing where there is no table."""
+    import pyarrow.parquet as pq
+
+    found: dict[str, list[float]] = {}
+    for row in pq.read_table(path, columns=["task", "shots", "setting", "score"]).to_pylist() if path.is_file() else ():
+        found.setdefault(_name(f"tasks/{row['task']}/{row['shots']}/{row['setting']}".rstrip("/")), []).append(row["score"])
+    return {name: sum(scores) / len(scores) for name, scores in found.items()}
 
 
 def _name(text: str) -> str:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import head, tracking
@@ -225,6 +226,8 @@ def test_what_the_stages_of_a_cell_have_made_is_remembered(tmp_path):
         (folder / "artifact.json").write_text(json.dumps({"inputs": {"budget": DATASET[1]}}))
     history(made["train"] / "history.parquet")
     evaluation(made["evaluate"] / "perplexity.parquet")
+    scores = {"task": ["needle"] * 2, "shots": [1] * 2, "setting": [""] * 2, "score": [20.0, 40.0]}
+    pq.write_table(pa.table(scores), made["evaluate"] / "scores.parquet")
     (made["analyze"] / "metrics.json").write_text('{"mesa-tiny-1m": {"loss": 2.5}}')
     context = {
         "study": "nano",
@@ -246,6 +249,7 @@ def test_what_the_stages_of_a_cell_have_made_is_remembered(tmp_path):
         run.inputs.dataset_inputs[0].dataset.digest == "d" * 36
         and "loss" in run.data.metrics
         and "perplexity/validation/256" in run.data.metrics
+        and run.data.metrics["tasks/needle/1"] == 30.0  # over the draws
     )
     assert report.info.run_name == "report" and report.data.metrics == {"mesa-tiny-1m/loss": 2.5}
 
