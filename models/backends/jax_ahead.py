@@ -28,6 +28,26 @@ ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
 }
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One chip as its maker states it: bytes of HBM that a program may have (as the compiler says), bytes a second, bfloat16 FLOPs a second,
+    cores, and bundles a second of each (the FLOPs by the matrix units' sizes)."""
+
+    hbm: float
+    bandwidth: float
+    flops: float
+    cores: int
+    clock: float
+
+
+GIB = 2**30
+CHIPS = {
+    "v5e": Chip(15.75 * GIB, 819e9, 197e12, 1, 1.5e9),
+    "v5p": Chip(95.74 * GIB, 2765e9, 459e12, 2, 1.75e9),
+    "v6e": Chip(31.25 * GIB, 1640e9, 918e12, 1, 1.75e9),
+}
 OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 INPUTS = {
     "attention": {"q": "BTHK", "k": "BTHK", "v": "BTHV"},
@@ -89,6 +109,14 @@ class Compiled:
     def memory(self) -> int:
         """Bytes of HBM that a device needs: what it is given (results take its place) and what it makes on the way."""
         return self.arguments + self.temporaries
+
+
+def chip(topology: str) -> Chip:
+    """The chip of a topology. Raises ValueError for one whose figures are not known here."""
+    kind = topology.partition(":")[0]
+    if kind not in CHIPS:
+        raise ValueError(f"there are no figures for a TPU {kind!r}; there are for {', '.join(CHIPS)}.")
+    return CHIPS[kind]
 
 
 def missing() -> str | None:

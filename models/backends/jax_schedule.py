@@ -12,7 +12,8 @@ from pathlib import Path
 
 UTILIZATION = "*-final_hlo-static-per-bundle-utilization.txt"
 BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*(>*)\s*\{")
-GRID = re.compile(r"scmp\.ge\.s32\.totalorder \S+ (\d+) /\* loop exit test \*/")
+TURNS = re.compile(r"scmp\.ge\.s32\.totalorder \S+ (\d+) /\* loop exit test \*/")
+COST = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
 ALLOCATION = re.compile(r"#allocation\d+ \[shape = [^=]*=vmem, size = (0x[0-9a-f]+)")
 REGISTER = 8 * 128 * 4
 PIPELINE = 2
@@ -21,14 +22,19 @@ PIPELINE = 2
 
 @dataclass(frozen=True)
 class Schedule:
-    """One kernel. bundles by depth; busy: slots used, by unit and depth; slots: what a bundle has of each unit."""
+    """One kernel. programs: of its grid; turns: of the loop inside, where it is a number. bundles by depth; busy: slots used, by unit and depth;
+    slots: what a bundle has of each unit; vmem: bytes, spilled registers among them. flops, bytes: of the whole kernel, as it states them
+    (0 where it does not)."""
 
     name: str
     programs: int
+    turns: int | None
     bundles: tuple[int, int, int]
     busy: dict[str, tuple[int, int, int]]
     slots: dict[str, int]
     vmem: int
+    flops: float
+    bytes: float
 
     def cycles(self, turns: int) -> int:
         """Of the whole kernel, where the loop inside a program has so many turns."""
@@ -52,26 +58,35 @@ def schedules(dump: Path) -> list[Schedule]:
         stem = path.name.removesuffix(UTILIZATION.removeprefix("*-"))
         identity = re.match(r"\d+-(.+?)-\d+-$", stem)
         files = {kind: next(iter(dump.glob(f"{path.name.split('-')[0]}-{identity[1]}-*{kind}.txt")), None) for kind in KINDS}
-        if None in files.values() or "tpu_custom_call" not in files["schedule-analysis_final_bundles"].read_text():
+        said = None if None in files.values() else files["schedule-analysis_final_bundles"].read_text()
+        if identity[1] == "TLP" or said is None or "tpu_custom_call" not in said:
             continue
-        found[identity[1]] = _read(identity[1], path, files["-final_bundles"], files["-post-ra"])
+        cost = {name: float(number) for name, number in COST.findall(said)}
+        found[identity[1]] = _read(identity[1], path, files["-final_bundles"], files["-original"], cost)
     return list(found.values())
 
 
-KINDS = ("schedule-analysis_final_bundles", "-final_bundles", "-post-ra")
+KINDS = ("schedule-analysis_final_bundles", "-final_bundles", "-original")
 
 
-def _read(name: str, utilization: Path, bundles: Path, allocated: Path) -> Schedule:
-    _, capacity, _, *rows = utilization.read_text().splitlines()[0:3] + utilization.read_text().splitlines()[4:]
-    units = [unit.strip() for unit in capacity.split(",")]
-    slots = [int(x) for x in utilization.read_text().splitlines()[2].split()]
+def _read(name: str, utilization: Path, bundles: Path, allocated: Path, cost: dict[str, float]) -> Schedule:
+    _, header, capacity, _, *rows = utilization.read_text().splitlines()
+    units, slots = [unit.strip() for unit in header.split(",")], [int(x) for x in capacity.split()]
     used = [[int(x) for x in row.split()] for row in rows if row.strip()]
     text = bundles.read_text()
-    depth = {int(match[1], 16): min(len(match[2]), 2) for match in map(BUNDLE.match, text.splitlines()) if match}
+    depth, turns, level = {}, {}, 0
+    for line in text.splitlines():
+        if match := BUNDLE.match(line):
+            level = min(len(match[2]), 2)
+            depth[int(match[1], 16)] = level
+        if match := TURNS.search(line):
+            turns[level] = int(match[1])
     at = [[i for i in range(len(used)) if depth.get(i, 0) == level] for level in range(3)]
     busy = {unit: tuple(sum(used[i][column] for i in level) for level in at) for column, unit in enumerate(units)}
-    grid = GRID.search(text)
     spilled = len(set(re.findall(r"vmem:\[#allocation(\d+)_spill\]", text)))
     vmem = sum(int(size, 16) for size in ALLOCATION.findall(allocated.read_text())) + spilled * REGISTER
-    programs = int(grid[1]) - PIPELINE if grid else 1
-    return Schedule(name, programs, tuple(map(len, at)), busy, dict(zip(units, slots, strict=True)), vmem)
+    programs = turns[1] - PIPELINE if 1 in turns else 1
+    return Schedule(
+        name, programs, turns.get(2), tuple(map(len, at)), busy, dict(zip(units, slots, strict=True)), vmem, cost.get("flops", 0.0),
+        cost.get("bytes_accessed", 0.0),
+    )  # fmt: skip
