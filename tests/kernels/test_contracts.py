@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.harness import call, error, make, run_jax, run_torch, split_documents, state_leaves, step, to_torch
+from tests.kernels.harness import POSITIONAL, call, error, make, run_jax, run_torch, split_documents, state_leaves, step, to_torch
 from tests.kernels.operations import BACKEND, DTYPES, OPERATIONS, TOLERANCES
 
 VARIANTS = [(name, option) for name, operation in OPERATIONS.items() for option in operation.options]
@@ -323,5 +323,6 @@ def test_a_wrong_shape_is_one_sentence(name):
         return  # JAX has no int64 to refuse
     with pytest.raises(ValueError, match="segments is int64; document ids must be int32"):
         call(operation, given, None, torch.zeros(SIZES["odd"][:2], dtype=torch.int64), **options)
-    with pytest.raises(ValueError, match="cannot run as pallas"):
-        call(operation, given, None, None, backend="pallas", **options)
+    with pytest.raises(ValueError, match="cannot run as pallas"):  # not by `call`, which would take them there
+        named = {n: x for n, x in given.items() if n not in POSITIONAL}
+        operation.call(*(x for n, x in given.items() if n in POSITIONAL), **named, backend="pallas", **options)
