@@ -9,7 +9,7 @@ EXTRAS ?= $(if $(PIP_NO_INDEX)$(UV_NO_INDEX)$(UV_OFFLINE),test,test$(COMMA)ahead
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: nano test slow lint environment clean
+.PHONY: nano test interpreted slow lint environment clean
 
 nano: environment
 	$(BIN)/strata check nano
@@ -18,6 +18,10 @@ nano: environment
 
 test: environment
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+# The contracts of tests/kernels for the GPU's kernels, in Triton's interpreter: a process of its own, since what is interpreted cannot be compiled.
+interpreted: environment
+	TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest tests/kernels/test_contracts.py
 
 slow: environment
 	$(BIN)/python -m pytest -m "slow and not gpu"
