@@ -22,12 +22,11 @@ from kernels.mesa.reference import State
 
 Array = Any  # torch.Tensor
 
-CHUNK = 64
 # Columns at a time, warps and stages, by MODE.
 CONFIGURATIONS = {
-    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
+    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 1)},
     "split": {"starts": (64, 4, 2), "iterate": (0, 8, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
-    "exact": {"starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (32, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1), "inside": (32, 8, 1)},
+    "exact": {"starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1), "inside": (16, 8, 1)},
 }  # fmt: skip
 BOUND = 1e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
@@ -38,7 +37,8 @@ def mesa(q, k, v, log_decay, beta, lam, *, precision: str = "auto", **options: A
     if precision not in ("auto", "split"):
         raise ValueError(f'mesa: precision is {precision!r}; it must be "auto" or "split".')
     run = partial(differentiable, precision=precision)
-    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, chunk=CHUNK, run=run, read=linear.differentiable)
+    length = 32 if products(q, k, v, precision) == "exact" and max(k.shape[-1], v.shape[-1]) > 64 else 64  # float32 fills shared memory
+    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, chunk=length, run=run, read=linear.differentiable)
 
 
 def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk, precision):
@@ -60,15 +60,15 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
         **sizes, BV=tile(V), BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     o = torch.empty_like(v)
-    x, taken, residual, _ = solve(q, k, v, None, beta, decays, lam, high, low, scale, o, None, steps, eps, criterion, start, mode)
+    x, taken, residual, _ = solve(q, k, v, None, beta, decays, lam, high, low, scale, o, None, steps, eps, criterion, start, chunk, mode)
     return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *(() if mode == "exact" else (low,)))
 
 
-def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, mode):
+def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, chunk, mode):
     """(x, steps taken, residual, Lambda's gradient by chunk) of A x = rhs; `output` is written. Backward: x0 is given; see `solver.check`."""
     B, T, H, K = k.shape
     V, M = v.shape[-1], high.shape[0]
-    sizes = {"K": K, "V": V, "C": CHUNK, "BK": tile(K)}
+    sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = partial(k.new_empty, dtype=torch.float32)
     x, taken, residual, back = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), x0 is not None
     dlam = new((M, K)) if back else residual
@@ -113,7 +113,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
         **sizes, BV=tile(V), MODE=mode, warps=CONFIGURATIONS[mode]["right_side"][1], stages=1,
     )  # fmt: skip
-    back, _, since, dlam = solve(rhs, k, v, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, mode)
+    back, _, since, dlam = solve(rhs, k, v, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, chunk, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
