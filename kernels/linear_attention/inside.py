@@ -23,9 +23,22 @@ import triton.language as tl
 from kernels.launch import divide_up, dot_precision, launch
 from kernels.linear_attention.walks import Gates, between, since_start, tile, to_end
 
-# Tiles of K and V, warps and stages by the inputs' dtype. The gradients take V whole.
+# By the inputs' dtype: tiles of K and V, warps and stages to read; tiles of K, warps and stages for the gradients of so many values at most.
 READ = {torch.bfloat16: (128, 128, 4, 1), torch.float32: (64, 64, 8, 1)}
-GRADIENTS = {torch.bfloat16: (64, 256, 4, 2), torch.float32: (32, 256, 8, 1)}
+GRADIENTS = {torch.bfloat16: {128: (64, 4, 2), 256: (64, 8, 1)}, torch.float32: {128: (32, 8, 1)}}
+
+
+def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In one dtype: bfloat16 where all of them are, else float32."""
+    dtype = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in tensors) else torch.float32
+    return [x.to(dtype).contiguous() for x in tensors]
+
+
+def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[slice]:
+    """The values, in as many parts as `gradients` needs."""
+    dtype = torch.bfloat16 if q.dtype == k.dtype == v.dtype == torch.bfloat16 else torch.float32
+    V, most = v.shape[-1], max(GRADIENTS[dtype])
+    return [slice(first, min(first + most, V)) for first in range(0, V, most)]
 
 
 class Normaliser(NamedTuple):
@@ -70,12 +83,13 @@ def gradients(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dlog_decay = q.new_empty((B, T, H), dtype=torch.float32)
     dbeta = None if beta is None else torch.empty_like(dlog_decay)
-    BK, BV, warps, stages = GRADIENTS[q.dtype]
+    BV = tile(v.shape[-1], 256)
+    BK, warps, stages = next(options for most, options in GRADIENTS[q.dtype].items() if BV <= most)
     launch(
         _gradients,
         (divide_up(T, chunk), B * H),
         *(q, k, v, do, *gates, beta, starts_BNHKV, dends_BNHKV, dq, dk, dv, dlog_decay, dbeta, *(normaliser or [None] * 4), scale, T),
-        **{"H": H, "K": K, "V": v.shape[-1], "C": chunk, "BK": tile(K, BK), "BV": tile(v.shape[-1], BV)},
+        **{"H": H, "K": K, "V": v.shape[-1], "C": chunk, "BK": tile(K, BK), "BV": BV},
         **{"BETA": beta is not None, "NORMALISED": normaliser is not None, "DOT": dot_precision(q.dtype), "warps": warps, "stages": stages},
     )
     return dq, dk, dv, dlog_decay, dbeta

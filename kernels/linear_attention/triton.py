@@ -19,20 +19,25 @@ __all__ = ["chunk_end_gradients", "chunk_starts", "linear_attention"]
 Array = Any  # torch.Tensor
 
 
-def chunk(dtype: torch.dtype, K: int) -> int:
-    """A chunk's length: 64, or half where float32 tiles of a large key size fill the shared memory."""
-    return 32 if dtype == torch.float32 and K > 128 else 64
+CHUNK = 64
 
 
 def linear_attention(q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, state=None, segments=None) -> tuple[Array, State]:
     """See `kernels.linear_attention.linear_attention`."""
-    options = {"sign": sign, "scale": scale, "state": state, "segments": segments, "chunk": chunk(q.dtype, q.shape[-1])}
-    return chunked.linear_attention(q, k, v, log_decay, beta, **options, run=differentiable)
+    options = {"sign": sign, "scale": scale, "state": state, "segments": segments, "chunk": CHUNK}
+    return chunked.linear_attention(q, k, v, log_decay, beta, **options, run=by_parts)
+
+
+def by_parts(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk) -> tuple[Array, Array]:
+    """`differentiable` with as many values at once as a program of the gradients holds: every column of the state is its own."""
+    run = lambda at: differentiable(q, k, v[..., at], log_decay, beta, sign, S_BHKV[..., at], scale=scale, chunk=chunk)  # noqa: E731
+    parts = [run(at) for at in inside.parts(q, k, v)]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(xs, -1) for xs in zip(*parts, strict=True))
 
 
 def forward(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk):
     dtype = v.dtype
-    q, k, v = operands(q, k, v)
+    q, k, v = inside.operands(q, k, v)
     (beta,) = walks.contiguous(beta)
     gates = walks.gates(log_decay, sign, chunk)
     starts, last = walks.walk(k, v, gates, beta, S_BHKV, chunk=chunk, dtype=q.dtype, reverse=False)
@@ -44,7 +49,7 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
     q, k, v, log_decay, beta, sign, S_BHKV = inputs
     dtypes = q.dtype, k.dtype, v.dtype
     starts, gates, (do, dlast) = residuals[0], Gates(*residuals[1:]), gradients
-    q, k, v, do = operands(q, k, v, do)
+    q, k, v, do = inside.operands(q, k, v, do)
     (beta,) = walks.contiguous(beta)
     dends, dS = walks.walk(q, do, gates, None, dlast, chunk=chunk, dtype=q.dtype, reverse=True, scale=scale)
     dq, dk, dv, dlog_decay, dbeta = inside.gradients(q, k, v, do, gates, beta, starts, dends, scale=scale, chunk=chunk)
@@ -53,9 +58,3 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
 
 
 differentiable = arrays.custom_gradient(forward, backward, outputs=2)
-
-
-def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In one dtype: bfloat16 where all of them are, else float32."""
-    dtype = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in tensors) else torch.float32
-    return [x.to(dtype).contiguous() for x in tensors]

@@ -20,7 +20,8 @@ import triton.language as tl
 from kernels import tiles
 from kernels.launch import divide_up, dot_precision, launch
 
-WALK = (128, 64, 8, 3)  # tiles of K and V, warps and stages
+# Tiles of K and V, warps and stages; with a column's sums in registers too, a smaller tile.
+WALK, WALK_WITH_COLUMN = (128, 64, 8, 3), (64, 64, 8, 3)
 
 
 class Gates(NamedTuple):
@@ -124,7 +125,7 @@ def walk(
     columns = () if column is None else (S_BHKV.new_empty((B, N, H, K)), torch.empty_like(column.n_BHK))
     exact = a_BTHK.dtype == b_BTHV.dtype == torch.float32
     precision = "exact" if exact else "split" if dtype == torch.float32 else "single"
-    BK, BV, warps, stages = WALK
+    BK, BV, warps, stages = WALK if column is None else WALK_WITH_COLUMN
     BK, BV = tile(K, BK), tile(V, BV)
     launch(
         _walk,

@@ -15,8 +15,8 @@ import triton.language as tl
 from kernels import arrays
 from kernels.launch import divide_up, launch
 from kernels.linear_attention import inside, walks
-from kernels.linear_attention.inside import Normaliser, NormaliserGradient
-from kernels.linear_attention.triton import chunk, operands
+from kernels.linear_attention.inside import Normaliser, NormaliserGradient, operands
+from kernels.linear_attention.triton import CHUNK
 from kernels.linear_attention.walks import Column, Gates, contiguous, tile
 from kernels.mlstm import chunked
 from kernels.mlstm.reference import NOTHING, State
@@ -26,8 +26,14 @@ Array = Any  # torch.Tensor
 
 def mlstm(q, k, v, log_input, log_decay, *, state=None, segments=None) -> tuple[Array, State]:
     """See `kernels.mlstm.mlstm`."""
-    length = chunk(q.dtype, q.shape[-1])
-    return chunked.mlstm(q, k, v, log_input, log_decay, state=state, segments=segments, chunk=length, run=differentiable)
+    return chunked.mlstm(q, k, v, log_input, log_decay, state=state, segments=segments, chunk=CHUNK, run=by_parts)
+
+
+def by_parts(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk) -> tuple[Array, ...]:
+    """`differentiable` with as many values at once as a program of the gradients holds; n and m are the same for each part."""
+    run = lambda at: differentiable(q, k, v[..., at], log_input, log_decay, C_BHKV[..., at], n_BHK, m_BH, chunk=chunk)  # noqa: E731
+    parts = [run(at) for at in inside.parts(q, k, v)]
+    return parts[0] if len(parts) == 1 else (*(torch.cat(xs, -1) for xs in zip(*[part[:2] for part in parts], strict=True)), *parts[0][2:])
 
 
 def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):

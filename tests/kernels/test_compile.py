@@ -26,7 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes a block may hold on sm_90
+STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float32: here what did not spill was slower on an H200 (0.53 ms, not 0.37)
+    ("kernels.linear_attention.inside", "_gradients"): {"bfloat16": 512, "float32": 3072}
+}
 SIZES = {"mesanet": (1, 2048, 2, 128, 128)}
+# Bytes a thread that may spill, where not 0 (bfloat16) or 1024 (float32). Mesa's solver fills the registers with its vectors and spills
+# what it needs before and after its loop; its float32 is for exactness.
+SPILLS = {("mesa", "bfloat16"): 768, ("mesa signed", "bfloat16"): 768, ("mesa", "float32"): 8192, ("mesa signed", "float32"): 8192}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}  # fmt: skip
 
 
@@ -92,7 +98,10 @@ def test_kernels_compile_for_hopper(name: str, size: str, dtype: str, tmp_path: 
     for seen in found:
         used = resources(seen, tmp_path)
         assert used["shared"] <= SHARED, (seen.kernel.__name__, used)
-        assert used["stack"] <= (0 if dtype == "bfloat16" else 1024), (seen.kernel.__name__, used)
+        assert used["stack"] <= STACK.get((seen.kernel.__module__, seen.kernel.__name__), {"bfloat16": 0, "float32": 1024})[dtype], (
+            seen.kernel.__name__,
+            used,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
