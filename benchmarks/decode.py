@@ -56,7 +56,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model = models.build(params["models"][name], params["scales"][options.scale], vocab_size=50257)
         weights = to_arrays(initialise(model.table, seed=0, blocks=len(model.layers)), "cuda")
         set_gates(SimpleNamespace(model=model, params=weights), "trained")
-        decoder = Decoder(model, weights, dtype=torch.bfloat16)
+        decoder = Decoder(model, weights, dtype=torch.bfloat16, in_place=True)
         del weights
         held = sum(value.nbytes for value in decoder.params.values())
         recurrent = model.state_floats(1) == model.state_floats(4096)

@@ -54,11 +54,9 @@ def main(arguments: list[str]) -> None:
     import torch
 
     from models.backends import torch_parallel
-    from models.backends.torch import find_device
 
     if not torch.cuda.is_available():
         raise SystemExit("python -m benchmarks training needs a CUDA card.")
-    find_device("cuda", precision="bfloat16")
     options.team = torch_parallel.Team.join("cuda") if torch_parallel.started() else torch_parallel.Team()
     rows = list({"cells": cells, "lengths": lengths, "layer": layers}[options.table](options))
     name = "training" if options.table == "cells" else f"training-{options.table}"

@@ -47,8 +47,6 @@ def find_device(asked: str, *, precision: str, threads: int | None = None) -> st
     """
     found = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
     if found.startswith("cuda"):
-        # Pieces of memory that are too small for what comes next are joined.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if not torch.cuda.is_available():
             raise ValueError("Device cuda was asked for and torch finds no GPU here: use --device cpu, or run where one is.")
         if precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,7 +1,7 @@
 """Torch: sequences that go on a token at a time.
 
-On a GPU a step is one CUDA graph over memory that stays where it is: each block compiled, its state written over the state before it where
-its kernel can, and nothing that the host must wait for.
+In place, a step goes over memory that stays where it is, on a GPU as one CUDA graph: each block compiled, its state written over the state before it
+where its kernel can, and nothing that the host must wait for.
 
 Shapes: B batch, P prompt, D width, V vocabulary.
 """
@@ -27,16 +27,15 @@ class Decoder:
     """Sequences that go on a token at a time, by each layer's step. params: by the names of the model's table; no gradient is asked of them.
 
     dtype: what matrices are rounded to, and activations computed in (None: as they are); norms, biases and gates stay.
-    in_place: keep states where they are, and capture the step on a GPU (None: where there is one).
+    in_place: keep states where they are, and capture the step on a GPU; worth its compilation where many tokens are wanted.
     """
 
     def __init__(
-        self, model: Model, params: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None, in_place: bool | None = None
+        self, model: Model, params: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None, in_place: bool = False
     ) -> None:
-        self.model = model
+        self.model, self.in_place = model, in_place
         self.params = {name: _rounded(value.detach(), model.table[name], dtype) for name, value in params.items()}
         self.device = self.params["embedding"].device
-        self.in_place = self.device.type == "cuda" if in_place is None else in_place
         self._blocks: dict[Layer, Callable] = {}
 
     @torch.no_grad()
