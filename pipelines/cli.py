@@ -222,11 +222,21 @@ def repro(
 
 
 @app.command()
-def doctor() -> None:
-    """What this node offers, which kernels it would use, and what is missing, with the fix."""
-    from pipelines import doctor as examination
+def doctor(
+    study: StudyArgument = None,
+    tpu: Annotated[
+        str | None, typer.Option(metavar="TOPOLOGY", help="compile the study's training steps for TPUs, as v5e:2x4; none needed")
+    ] = None,
+    only: Annotated[str, typer.Option(help="with --tpu: models at scales with this in them, as mesa-140m")] = "",
+) -> None:
+    """What this node offers, which kernels it would use, and what is missing, with the fix; with --tpu, what TPUs would make of a study."""
+    if tpu is None:
+        from pipelines import doctor as examination
 
-    sys.exit(examination.show(repository()))
+        sys.exit(examination.show(repository()))
+    from pipelines import tpu as examined
+
+    sys.exit(examined.show(study_folder(study), tpu, only))
 
 
 if __name__ == "__main__":

@@ -72,10 +72,14 @@ def _read(kind: type[Strict], entry: dict[str, Any], key: str) -> Any:
 
 def model_at(params: Params, model: str, scale: str) -> Model:
     """The built model of an entry at a scale: its table, counts and FLOPs; no arrays. Where layers are replaced, some of the right number are."""
-    entry, size = params.models[model], params.scales[scale]
+    return models.build(planned(params, model, scale), params.scales[scale].model_dump(), vocab_size=params.vocabulary.size)
+
+
+def planned(params: Params, model: str, scale: str) -> dict[str, Any]:
+    """The entry that `model_at` builds."""
+    entry = params.models[model]
     init = init_of(entry)
-    planned = stand_in(layers_of(entry), size.layers, init.replace) if init else layers_of(entry)
-    return models.build(planned, size.model_dump(), vocab_size=params.vocabulary.size)
+    return stand_in(layers_of(entry), params.scales[scale].layers, init.replace) if init else layers_of(entry)
 
 
 def source_of(params: Params, cell: Cell) -> str | None:

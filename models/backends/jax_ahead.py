@@ -8,6 +8,7 @@ finds what a TPU would refuse (block shapes, fast memory and HBM that overflow, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -80,7 +81,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step over all devices of the topology: entries of params.yaml, rows a device, how many devices split a parameter."""
+    """One training step over all devices of the topology: entries of params.yaml, rows a device, how many devices split a parameter.
+
+    segments: whether it takes documents' ids, as a study with training.reset does.
+    """
 
     model: dict[str, Any]
     scale: dict[str, Any]
@@ -90,6 +94,7 @@ class Step:
     fsdp: int = 1
     precision: str = "bfloat16"
     rematerialise: bool = False
+    segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,14 @@ def chip(topology: str) -> Chip:
     if kind not in CHIPS:
         raise ValueError(f"there are no figures for a TPU {kind!r}; there are for {', '.join(CHIPS)}.")
     return CHIPS[kind]
+
+
+def chips(topology: str) -> int:
+    """How many chips a topology has, by its name. Raises ValueError where it does not say."""
+    sizes = topology.partition(":")[2].split("x")
+    if not all(size.isdigit() for size in sizes):
+        raise ValueError(f"{topology!r} is no TPU topology; name one as v5e:2x2, v5p:2x2x1 or v6e:4x4.")
+    return math.prod(map(int, sizes))
 
 
 def missing() -> str | None:
@@ -258,10 +271,11 @@ def lower_step(request: Step, devices: list[Any]) -> Any:
     rows = request.rows * layout.size
     by_row = NamedSharding(layout.mesh, layout.rows(rows))
     tokens = jax.ShapeDtypeStruct((rows, request.length + 1), jnp.int32, sharding=by_row)
+    ids = jax.ShapeDtypeStruct((rows, request.length), jnp.int32, sharding=by_row) if request.segments else None
     weight = jax.ShapeDtypeStruct((rows, request.length), float32, sharding=by_row)
     rate = jax.ShapeDtypeStruct((), float32, sharding=NamedSharding(layout.mesh, P()))
     return compiled(train_step, TRAIN_STATIC, "state", False).lower(
-        (params, moments), tokens, None, weight, rate, model=model, optimizer=tuple(sorted(OPTIMIZER.items())), layout=layout,
+        (params, moments), tokens, ids, weight, rate, model=model, optimizer=tuple(sorted(OPTIMIZER.items())), layout=layout,
         dtype=jnp.dtype(request.precision).type, parts=1, skip_nonfinite=False, rematerialise=request.rematerialise or request.fsdp > 1,
     )  # fmt: skip
 
