@@ -6,7 +6,7 @@ and tokens a second from an estimate that is an upper bound: dense products at D
 
 MFLOP and MB are what a kernel tells XLA (Mesa's as if every token took all 30 steps; JAX's own attention tells nothing).
 Assumptions: Mesa takes MESA_STEPS steps of its solver (the paper's inputs take 5 to 9 at eps 1e-4); copies between HBM and fast memory go on
-beside the bundles; a v5p's two cores share the rows; communication between chips is hidden.
+beside the bundles; communication between chips is hidden.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def kernels(topology: str, only: str, variants: dict[str, dict[str, Any]] | None
 def _kernel_row(topology: str, schedule: Schedule, found: Compiled) -> dict[str, Any]:
     turns = MESA_STEPS if schedule.turns is None and schedule.bundles[2] else schedule.turns or 0
     chip = jax_ahead.chip(topology)
-    issue, copy = schedule.cycles(turns) / chip.clock / chip.cores, schedule.bytes / chip.bandwidth
+    issue, copy = schedule.cycles(turns) / chip.clock, schedule.bytes / chip.bandwidth
     return {
         "kernel": re.sub(r"^(transpose_)?jvp_|_*\.\d+$|_pallas|_no_residuals|_residuals", "", schedule.name),
         "topology": topology,

@@ -34,20 +34,19 @@ ENVIRONMENT = {
 @dataclass(frozen=True)
 class Chip:
     """One chip as its maker states it: bytes of HBM that a program may have (as the compiler says), bytes a second, bfloat16 FLOPs a second,
-    cores, and bundles a second of each (the FLOPs by the matrix units' sizes)."""
+    and bundles a second of a core (the FLOPs by the matrix units' sizes)."""
 
     hbm: float
     bandwidth: float
     flops: float
-    cores: int
     clock: float
 
 
 GIB = 2**30
 CHIPS = {
-    "v5e": Chip(15.75 * GIB, 819e9, 197e12, 1, 1.5e9),
-    "v5p": Chip(95.74 * GIB, 2765e9, 459e12, 2, 1.75e9),
-    "v6e": Chip(31.25 * GIB, 1640e9, 918e12, 1, 1.75e9),
+    "v5e": Chip(15.75 * GIB, 819e9, 197e12, 1.5e9),
+    "v5p": Chip(95.74 * GIB, 2765e9, 459e12, 1.75e9),
+    "v6e": Chip(31.25 * GIB, 1640e9, 918e12, 1.75e9),
 }
 OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 INPUTS = {

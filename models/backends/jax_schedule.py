@@ -22,7 +22,7 @@ PIPELINE = 2
 
 @dataclass(frozen=True)
 class Schedule:
-    """One kernel. programs: of its grid; turns: of the loop inside, where it is a number. bundles by depth; busy: slots used, by unit and depth;
+    """One kernel. programs: of its grid, on one core (a v5p's two share them); turns: of the loop inside, where it is a number. bundles by depth; busy: slots used, by unit and depth;
     slots: what a bundle has of each unit; vmem: bytes, spilled registers among them. flops, bytes: of the whole kernel, as it states them
     (0 where it does not)."""
 
