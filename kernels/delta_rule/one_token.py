@@ -27,7 +27,7 @@ def step(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segment_B=None
     (B, H, K), V = q.shape, v.shape[-1]
     o, S_after, last_after = torch.empty_like(v), after(S), torch.empty_like(last)
     BK, BV = max(16, next_power_of_2(K)), min(32, max(16, next_power_of_2(V)))
-    grid = (divide_up(V, BV), B * H)
+    grid = (B * H, divide_up(V, BV))
     given = (q, k, v, beta, log_decay, S, segment_B, last)
     gates = {"DECAYS": log_decay is not None, "SEGMENTS": segment_B is not None}
     launch(_step, grid, *given, o, S_after, last_after, H, K, V, float(scale), BK=BK, BV=BV, **gates, warps=4, stages=1)
@@ -39,9 +39,9 @@ def _step(
     q, k, v, beta, log_decay, S, segment, last, o, S_after, last_after, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, DECAYS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     b = head // H
-    row_K, column_V = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    row_K, column_V = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     there_K, there_V = row_K < K, column_V < V
     place_KV = head.to(tl.int64) * K * V + row_K[:, None] * V + column_V[None, :]
     there_KV = there_K[:, None] & there_V[None, :]
@@ -67,5 +67,5 @@ def _step(
         o_V = tl.where(id_now < 0, 0.0, o_V)
     tl.store(S_after + place_KV, S_KV, mask=there_KV)
     tl.store(o + head * V + column_V, o_V.to(o.dtype.element_ty), mask=there_V)
-    if tl.program_id(0) == 0 and head % H == 0:
+    if tl.program_id(1) == 0 and head % H == 0:
         tl.store(last_after + b, id_after)

@@ -37,12 +37,12 @@ GATES = tl.constexpr(5)
 
 CHUNK = {torch.bfloat16: 64, torch.float32: 32}
 INVERSE = {torch.bfloat16: "bf16x3", torch.float32: "tf32x3"}
-TILES = {  # BK, BV: the largest tile of keys and of values; without BK, keys are whole
+TILES = {  # BK, BV: the largest tile of keys and of values; without BK, keys are whole, and past 128 of them BV is half
     ("triangles", torch.bfloat16): {"warps": 4, "stages": 1},
     ("walk", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
     ("read", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 1},
-    ("walk_back", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 2},
-    ("within_back", torch.bfloat16): {"BK": 64, "BV": 64, "warps": 4, "stages": 1},
+    ("walk_back", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 1},
+    ("within_back", torch.bfloat16): {"BK": 128, "BV": 64, "warps": 8, "stages": 2},
     ("triangles", torch.float32): {"warps": 4, "stages": 1},
     ("walk", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
     ("read", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
@@ -302,18 +302,20 @@ def _within_back(
     k_CK = _tile(k + token * K, row_C, there_C, part * BK, K, BK)
     gate = gates + chunk * GATES * C + i
     beta_C = tl.load(gate)
-    dq_CK *= scale
+    if DECAYS:
+        dk_end_CK *= tl.load(gate + 2 * C)[:, None]
+    through_C = tl.sum(k_CK.to(tl.float32) * dk_end_CK, 1)
     if DECAYS:
         c_C = tl.load(gate + C)
         dk_start_CK *= c_C[:, None]
-        dk_end_CK *= tl.load(gate + 2 * C)[:, None]
         since_C = -tl.sum(k_CK.to(tl.float32) * dk_start_CK, 1)
-    through_C = tl.sum(k_CK.to(tl.float32) * dk_end_CK, 1)
     dk_CK = dk_end_CK * beta_C[:, None] - dk_start_CK
     q_CK = _tile(q + token * K, row_C, there_C, part * BK, K, BK)
     if DECAYS:
-        dq_CK *= c_C[:, None]
+        dq_CK *= (scale * c_C)[:, None]
         since_C += tl.sum(q_CK.to(tl.float32) * dq_CK, 1)
+    else:
+        dq_CK *= scale
 
     # What reaches Q K^T and K K^T
     if DECAYS:
@@ -411,9 +413,11 @@ def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def fitted(kernel: str, dtype: torch.dtype, K: int, V: int) -> dict[str, int]:
     """The kernel's tiles and how it is compiled, for these sizes: powers of two, at least what tl.dot takes."""
-    tile = TILES[kernel, dtype]
+    tile = {"BK": 256} | TILES[kernel, dtype]
     filled = {"BK": max(16, next_power_of_2(K)), "BV": max(16, next_power_of_2(V))}
-    return {name: min(size, filled.get(name, size)) for name, size in ({"BK": filled["BK"]} | tile).items()}
+    if min(tile["BK"], filled["BK"]) > 128 and "BV" in tile:
+        tile["BV"] //= 2
+    return {name: min(size, filled.get(name, size)) for name, size in tile.items()}
 
 
 def delta_rule(q, k, v, beta, log_decay=None, *, scale=1.0, state=None, segments=None) -> tuple[Array, State]:
