@@ -20,8 +20,16 @@ from kernels.mesa.step import step
 __all__ = ["State", "mesa", "step"]
 
 Array = Any  # torch.Tensor or jax.Array
+
+
+def _triton(*arguments: Any, **options: Any) -> tuple[Array, State, dict[str, Array]]:
+    from kernels.mesa import triton  # here: importing kernels loads no framework; a statement: torch.compile can trace it
+
+    return triton.mesa(*arguments, **options)
+
+
 ARRAY_FORMS = {"chunked": chunked.mesa, "reference": reference.mesa}
-IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": launch.implementation("mesa"), "pallas": mosaic.implementation("mesa")}
+IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("mesa")}
 
 
 def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:

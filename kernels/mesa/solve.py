@@ -75,7 +75,23 @@ def right_side(
 
 
 @triton.jit
-def system(m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr):
+def system(
+    m,
+    chunk,
+    k,
+    beta,
+    sums,
+    tags,
+    firsts,
+    scale,
+    first_row,
+    row_C,
+    real_C,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    MODE: tl.constexpr,
+):
     """Of A = unit * (weight, start, Lambda / unit): k_CK, k_size_C, weight_CC, start_C, unit, and the gates."""
     k_CK, k_size_C = scaled(k + first_row * K, row_C, real_C, K, BK, MODE)
     reach_C = tl.load(beta + first_row + row_C, mask=real_C, other=0.0) * k_size_C * k_size_C
@@ -142,7 +158,9 @@ def _iterate(
     KEPT: tl.constexpr = tl.float16 if MODE == "half" else tl.float32
     ONCE: tl.constexpr = "exact" if MODE == "exact" else "half"
 
-    k_CK, _, weight_CC, start_C, unit, _, _, _ = system(m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K, BK, C, MODE)
+    k_CK, _, weight_CC, start_C, unit, _, _, _ = system(
+        m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K, BK, C, MODE
+    )
     # Made in the layout that products leave their results in, so that nothing is made anew in another, and all scalars of tokens are there.
     weight_CC += 0.0 * product(k_CK, tl.trans(k_CK), None, None, ONCE)
     b_CK = settled(tl.load(rhs + first_row * K + at_CK, mask=real_CK, other=0.0).to(tl.float32))
@@ -275,7 +293,6 @@ def _check(
 
     # Columns in slices: registers. Once for the residual, and once more to store it where it is too large.
     goal_C, again_C, left_C = over_C, over_C < 0, over_C * 0.0
-    flagged = 0
     turns = 1
     turn = 0
     while turn < turns:

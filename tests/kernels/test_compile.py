@@ -27,12 +27,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes a block may hold on sm_90
 STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float32: here what did not spill was slower on an H200 (0.53 ms, not 0.37)
-    ("kernels.linear_attention.inside", "_gradients"): {"bfloat16": 512, "float32": 3072}
+    ("kernels.linear_attention.inside", "_gradients"): {"bfloat16": 512, "float32": 3072},
+    # Mesa's solver fills the registers with its vectors, and spills what is needed before and after its loop; its float32 is for exactness.
+    ("kernels.mesa.solve", "iterate"): {"bfloat16": 768, "float32": 1024},
+    ("kernels.mesa.solve", "check"): {"bfloat16": 768, "float32": 1024},
+    ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
+    ("kernels.mesa.walks", "ends"): {"bfloat16": 256, "float32": 1024},
+    ("kernels.mesa.inside", "gradients"): {"bfloat16": 384, "float32": 8192},
 }
 SIZES = {"mesanet": (1, 2048, 2, 128, 128)}
-# Bytes a thread that may spill, where not 0 (bfloat16) or 1024 (float32). Mesa's solver fills the registers with its vectors and spills
-# what it needs before and after its loop; its float32 is for exactness.
-SPILLS = {("mesa", "bfloat16"): 768, ("mesa signed", "bfloat16"): 768, ("mesa", "float32"): 8192, ("mesa signed", "float32"): 8192}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}  # fmt: skip
 
 
