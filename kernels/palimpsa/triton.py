@@ -15,9 +15,10 @@ q_t L_t, that of J_t q_t Z_t. The block has one slot more than tokens: its end, 
     dq_t = c_t sum_v L_t M0 + sum_s D_ts k_s N_ts                        g_t = sum_k q_t c_t sum_v (L_t M0 + Z_t J0)
 
 hold the state's gradient too, and the log decay of token i gets sum_{s < i <= t} G_ts + sum_{i <= t} g_t: only what crosses i, nothing cancels.
+What a block starts with is made for all keys beforehand, from the chunk's start, and kept in memory for the block's time.
 Decays are masked where a document ends (`kernels.tiles`). bfloat16: the products' operands are rounded to it, sums and states are float32.
 
-Shapes: B batch, T time, H heads, K key size, V value size (tiles of BV), N chunks, C chunk length, S slots of a block.
+Shapes: B batch, T time, H heads, K key size, V value size (tiles of BV), N chunks, C chunk length, S slots of a block, BK keys at once (WK: of a block's first states).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from kernels.palimpsa import chunked
 from kernels.palimpsa.reference import State
 from kernels.tiles import decay_sums
 
-C, S, BK = 64, 16, 4
+C, S = 32, 16
+KEYS = {torch.bfloat16: (8, 4), torch.float32: (4, 2)}  # at once, forward and backward: what registers hold
 
 
 @triton.jit
@@ -186,10 +188,8 @@ def _begin(
 
 
 @triton.jit
-def _keys(q, k, M_block, J_block, in_S, v_V, in_V, k0, H, K, V, BK: tl.constexpr):
-    """q, k [BK, S] of a block and the states M, J [BV, BK] that it starts with, for BK keys from k0 on."""
-    k_K = k0 + tl.arange(0, BK)
-    in_K = k_K < K
+def _keys(q, k, M_block, J_block, in_S, v_V, in_V, k_K, in_K, H, K, V):
+    """q, k [BK, S] of a block and the states M, J [BV, BK] that it starts with, for some keys."""
     place_KS, in_KS = tl.arange(0, in_S.shape[0])[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
     place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
     q_KS, k_KS = tl.load(q + place_KS, mask=in_KS, other=0.0), tl.load(k + place_KS, mask=in_KS, other=0.0)
@@ -228,10 +228,12 @@ def outputs_kernel(
         v_VS = tl.load(v + first * V + place_VS, mask=in_VS, other=0.0)
         beta_VS = tl.load(beta + first * V + place_VS, mask=in_VS, other=0.0).to(dtype)
         o_VT = tl.zeros([BV, S], tl.float32)
-        q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, 0, H, K, V, BK)
+        k_K = tl.arange(0, BK)
+        q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k_K, k_K < K, H, K, V)
         for k0 in range(0, K, BK):
             q_KT, k_KS, M0, J0 = q_1.to(tl.float32), k_1.to(tl.float32), M_1, J_1
-            q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k0 + BK, H, K, V, BK)
+            k_K = k0 + BK + tl.arange(0, BK)  # the next ones, on their way meanwhile
+            q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k_K, k_K < K, H, K, V)
             W_KTS = D_KTS * k_KS[:, None, :]
             M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_KS[:, None, :], M0, J0, c_T, prior_h, PRECISION)
             o_VT += tl.sum(M * _reciprocal(I, INTERPRETED) * q_KT[None, :, :], 1)
@@ -285,15 +287,14 @@ def gradients_kernel(
         do_VT = scale * tl.load(do + rows_S * V + place_VS, mask=in_VS, other=0.0).to(tl.float32)
         dv_VS, dbeta_VS = tl.zeros([BV, S], tl.float32), tl.zeros([BV, S], tl.float32)
         G_KTS, g_KT = tl.zeros([BK, S, S], tl.float32), tl.zeros([BK, S], tl.float32)
-        q_1, k_1, M_1, J_1 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, 0, H, K, V, BK)
         for k0 in range(0, K, BK):
             k_K = k0 + tl.arange(0, BK)
             in_K = _inside_of(k_K, K, BK)
             place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
             P_VK = tl.load(P + place_VK, mask=in_VK, other=0.0)
             Q_VK = tl.load(Q + place_VK, mask=in_VK, other=0.0)
-            q_KT, k_KS, M0, J0 = tl.where(is_end[None, :], 1.0, q_1.to(tl.float32)), k_1.to(tl.float32), M_1, J_1
-            q_1, k_1, M_1, J_1 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, k0 + BK, H, K, V, BK)
+            q_KT, k_KS, M0, J0 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, k_K, in_K, H, K, V)
+            q_KT, k_KS = tl.where(is_end[None, :], 1.0, q_KT.to(tl.float32)), k_KS.to(tl.float32)
             k_K1S, q_KT1 = k_KS[:, None, :], q_KT[:, :, None]
             W_KTS = D_KTS * k_K1S
             M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_K1S, M0, J0, c_T, prior_h, PRECISION)
@@ -308,7 +309,7 @@ def gradients_kernel(
             qW_KTS = q_KT1 * W_KTS
             dv_VS = tl.dot(L, tl.reshape(qW_KTS.to(dtype), [BK * S, S]), dv_VS, input_precision=PRECISION)
             dbeta_VS = tl.dot(Z, tl.reshape((qW_KTS * k_K1S).to(dtype), [BK * S, S]), dbeta_VS, input_precision=PRECISION)
-            to_start = tl.where(is_own, (c_T[None, :] * q_KT)[:, :, None], 0.0 * D_KTS)
+            to_start = tl.where(is_own, (c_T[None, :] * q_KT)[:, :, None], 0.0 * qW_KTS)
             to_start = tl.reshape(to_start.to(dtype), [BK * S, S])
             tl.store(P + place_VK, _narrow(tl.dot(L, to_start, input_precision=PRECISION), BK), mask=in_VK)
             tl.store(Q + place_VK, _narrow(tl.dot(Z, to_start, input_precision=PRECISION), BK), mask=in_VK)
@@ -331,10 +332,11 @@ def gradients_kernel(
         tl.store(dbeta + rows_S * V + place_VS, dbeta_VS, mask=in_VS)
         G_TS, g_T = tl.sum(G_KTS, 0), tl.sum(g_KT, 0)
         dprior_h += tl.sum(tl.where(is_end[None, :] & (slot[:, None] < TOKENS), G_TS, 0.0))
-        crosses = (slot[None, :, None] < slot[None, None, :]) & (slot[:, None, None] >= slot[None, None, :]) & (slot[None, :, None] < TOKENS)
-        dlog = tl.sum(tl.sum(tl.where(crosses, G_TS[:, :, None], 0.0), 1), 0)
-        dlog += tl.sum(tl.where(slot[:, None] >= slot[None, :], g_T[:, None], 0.0), 0)
-        tl.store(dlog_decay + share + rows_S + slot * H, dlog, mask=in_S)
+        # token s + 1 is in the decay from each token up to s, and from the block's start, to each slot behind s
+        behind = tl.where(slot[:, None] > slot[None, :], tl.cumsum(tl.where(is_end[None, :], 0.0, G_TS), 1) + g_T[:, None], 0.0)
+        place_T = share + rows_S + slot * H
+        tl.store(dlog_decay + place_T + H, tl.sum(behind, 0), mask=(slot < T - t0 - 1) & (slot < TOKENS - 1))
+        tl.store(dlog_decay + place_T, tl.sum(g_T, 0), mask=slot == 0)
         tl.debug_barrier()  # P and Q, before other threads read them
     tl.store(dprior + tile * BH + bh, dprior_h)
 
@@ -350,7 +352,7 @@ def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
     M_starts, J_starts = (M.new_empty((B, H, N, K, V)) for _ in range(2))
     o, M_last, J_last = torch.empty_like(v), torch.empty_like(M), torch.empty_like(J)
     precision = launch.dot_precision(q.dtype)
-    wide = min(32, _power(K))
+    wide, keys = min(32, _power(K)), KEYS[q.dtype][0]
     launch.launch(
         starts_kernel, (launch.divide_up(V, BV), launch.divide_up(K, wide), B * H),
         k, v, beta, log_decay, M, J, M_starts, J_starts, M_last, J_last, T, H, K, V, N, C=C, BK=wide, BV=BV, PRECISION=precision,
@@ -359,7 +361,7 @@ def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
     launch.launch(
         outputs_kernel, (launch.divide_up(V, BV), N, B * H),
         q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, o, scale, T, N,
-        H=H, K=K, V=V, C=C, S=S, BK=BK, WK=wide, BV=BV, PRECISION=precision, INTERPRETED=launch.INTERPRETED, stages=1,
+        H=H, K=K, V=V, C=C, S=S, BK=keys, WK=wide, BV=BV, PRECISION=precision, INTERPRETED=launch.INTERPRETED, stages=1,
     )  # fmt: skip
     return (o, M_last, J_last), (M_starts, J_starts)
 
@@ -375,7 +377,7 @@ def backward(inputs, residuals, gradients, *, scale):
     launch.launch(
         gradients_kernel, (tiles, B * H),
         q, k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
-        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=BK, WK=min(32, _power(K)), BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
+        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=KEYS[q.dtype][1], WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)), BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
     )  # fmt: skip
     return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
 
