@@ -40,8 +40,11 @@ def through_linear_attention(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH,
 
 
 def maxima(log_input_BTH: Array, log_decay_BTH: Array, m_BH: Array) -> Array:
-    """m [B, T, H]: m_t = max(log_decay_t + m_{t-1}, log_input_t), at least `NOTHING`."""
-    sums, own = jax.lax.associative_scan(
-        lambda a, b: (a[0] + b[0], jnp.maximum(a[1] + b[0], b[1])), (log_decay_BTH, jnp.maximum(log_input_BTH, NOTHING)), axis=1
-    )
+    """m [B, T, H]: m_t = max(log_decay_t + m_{t-1}, log_input_t), at least `NOTHING`. By doubling: XLA takes long over an associative scan."""
+    T = log_input_BTH.shape[1]
+    sums, own, reach = log_decay_BTH, jnp.maximum(log_input_BTH, NOTHING), 1
+    earlier = lambda x, fill: jnp.pad(x[:, :-reach], ((0, 0), (reach, 0), (0, 0)), constant_values=fill)  # noqa: E731
+    while reach < T:
+        own, sums = jnp.maximum(own, earlier(own, -jnp.inf) + sums), sums + earlier(sums, 0.0)
+        reach *= 2
     return jnp.maximum(jnp.maximum(own, sums + m_BH[:, None]), NOTHING)
