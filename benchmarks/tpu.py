@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import report
+import pyarrow.parquet as pq
+
+from benchmarks.table import RESULTS, report
 from models.backends import jax_ahead, jax_schedule
 from models.backends.jax_ahead import INPUTS, Compiled, Kernel, Step
 from models.backends.jax_schedule import Schedule
@@ -38,16 +40,24 @@ OPERATION = {"attention": "attention", "mamba2": "linear_attention", "gla": "lin
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tpu", description="Static costs on TPUs, by their compiler.")
-    parser.add_argument("--only", default="", help="operations (and, with --steps, models) whose name has this in it")
+    parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--topologies", default=TOPOLOGIES)
     parser.add_argument(
-        "--steps", default="", help="training steps as well, of these models of params.yaml, such as mesa,transformer: a minute each"
+        "--steps", default="", help="instead the training steps of these models of params.yaml, such as mesa,transformer: a minute each"
     )
     parser.add_argument("--scales", default="140m,440m,1b", help="of the training steps")
     parser.add_argument("--mesa", action="store_true", help="Mesa's own table instead: how many chunks its solver takes on at once")
     parser.add_argument("--folder", help="where the tables go; benchmarks/results if not given")
     options = parser.parse_args(arguments)
     topologies, started = options.topologies.split(","), time.perf_counter()
+    if options.steps:
+        known = pq.read_table(Path(options.folder or RESULTS) / "tpu-kernels.parquet").to_pylist()
+        rows = [row for topology in topologies for row in steps(topology, options.steps.split(","), options.scales.split(","), known)]
+        print(
+            "steps: bfloat16, one row of 2048 tokens a chip, parameters split over the eight chips; kernels' times are those of tpu-kernels"
+        )
+        print(f"{report('tpu-steps', rows, folder=options.folder)}, {time.perf_counter() - started:.0f} s")
+        return
     print(HEADING)
     if options.mesa:
         variants = {f"{count} chunk{'s' * (count > 1)} at once": {"together": count} for count in (1, 2, 4)}
@@ -56,10 +66,6 @@ def main(arguments: list[str]) -> None:
         return
     rows = [row for topology in topologies for row in kernels(topology, options.only)]
     print(f"{report('tpu-kernels', rows, folder=options.folder)}, {time.perf_counter() - started:.0f} s\n")
-    if options.steps:
-        rows = [row for topology in topologies for row in steps(topology, options.steps.split(","), options.scales.split(","), rows)]
-        print("steps: bfloat16, one row of 2048 tokens a chip, parameters split over the eight chips")
-        print(f"{report('tpu-steps', rows, folder=options.folder)}, {time.perf_counter() - started:.0f} s")
 
 
 def kernels(topology: str, only: str, variants: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
