@@ -10,15 +10,18 @@ Forward all chunks run at once. Backward goes from the last block to the first, 
 the block, in memory. With r = 1 / (prior + J), L_t = scale do_t r and Z_t = -L_t M_t r, the gradient of M_t by what t itself reads is
 q_t L_t, that of J_t q_t Z_t. The block has one slot more than tokens: its end, with L = P, Z = Q, q = 1 and no write, so that
 
-    dv_s = sum_{k, t} q_t D_ts k_s L_t        dbeta_s = sum_{k, t} q_t D_ts k_s^2 Z_t        P <- sum_t q_t c_t L_t    Q <- sum_t q_t c_t Z_t
-    N_ts[k] = sum_v L_t v_s    O_ts[k] = sum_v Z_t beta_s    dk_s = sum_t q_t D_ts (N_ts + 2 k_s O_ts)    G_ts = sum_k q_t D_ts k_s (N_ts + k_s O_ts)
-    dq_t = c_t sum_v L_t M0 + sum_s D_ts k_s N_ts                        g_t = sum_k q_t c_t sum_v (L_t M0 + Z_t J0)
+    dv_s = sum_{k, t} q_t D_ts k_s L_t    dbeta_s = sum_{k, t} q_t D_ts k_s^2 Z_t    P <- sum_t q_t c_t L_t    Q <- sum_t q_t c_t Z_t
+    N_ts[k] = sum_v L_t v_s    O_ts[k] = sum_v Z_t beta_s    dk_s = sum_t q_t D_ts (N_ts + 2 k_s O_ts)
+    dq_t = c_t sum_v L_t M0 + sum_s D_ts k_s N_ts
+    G_ts = sum_k q_t D_ts k_s (N_ts + k_s O_ts)    g_t = sum_k q_t c_t sum_v (L_t M0 + Z_t J0)
 
-hold the state's gradient too, and the log decay of token i gets sum_{s < i <= t} G_ts + sum_{i <= t} g_t: only what crosses i, nothing cancels.
+hold the state's gradient too, and the log decay of token i gets sum_{s < i <= t} G_ts + sum_{i <= t} g_t: only what crosses i, so that
+nothing cancels.
 What a block starts with is made for all keys beforehand, from the chunk's start, and kept in memory for the block's time.
 Decays are masked where a document ends (`kernels.tiles`). bfloat16: the products' operands are rounded to it, sums and states are float32.
 
-Shapes: B batch, T time, H heads, K key size, V value size (tiles of BV), N chunks, C chunk length, S slots of a block, BK keys at once (WK: of a block's first states).
+Shapes: B batch, T time, H heads, K key size, V value size (tiles of BV), N chunks, C chunk length, S slots of a block, BK keys at
+once (WK: of a block's first states).
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _since_first(log_decay_C):
-    """(sum_C, document_C, first): `decay_sums` of what is behind the first token, whose own log decay is apart: no decay between tokens has it."""
+    """(sum_C, document_C, first): `decay_sums` behind the first token, whose own log decay is apart: no decay between tokens has it."""
     is_first = tl.arange(0, log_decay_C.shape[0]) == 0
     sum_C, document_C = decay_sums(tl.where(is_first, 0.0, log_decay_C))
     return sum_C, document_C, tl.sum(tl.where(is_first, log_decay_C, 0.0), 0)
@@ -75,7 +78,7 @@ def _inside(log_decay_S):
 
 @triton.jit
 def _spread(D_ST, BK: tl.constexpr):
-    """[BK, S, S]: D_ts for every key. A product with the identity, so that it lies in registers as products do, and what it multiplies too."""
+    """[BK, S, S]: D_ts for every key. A product with the identity: it lies in registers as products do, and what it multiplies too."""
     S: tl.constexpr = D_ST.shape[0]
     D_XS = tl.reshape(tl.broadcast_to(tl.trans(D_ST)[None, :, :], [BK, S, S]), [BK * S, S])
     one_SS = tl.where(tl.arange(0, S)[:, None] == tl.arange(0, S)[None, :], 1.0, 0.0)
@@ -274,15 +277,15 @@ def gradients_kernel(
         rows_C, rows_S = row + (n * C).to(tl.int64) * H, row + t0.to(tl.int64) * H  # of the chunk's and of the block's first token
         at = (bh * N + n) * K * V
         _begin(
-            k + rows_C * K, v + rows_C * V, beta + rows_C * V, log_decay + rows_C, M_starts + at, J_starts + at, M_block, J_block, t0 - n * C,
-            v_V, in_V, H, K, V, C, WK, PRECISION,
+            k + rows_C * K, v + rows_C * V, beta + rows_C * V, log_decay + rows_C, M_starts + at, J_starts + at, M_block, J_block,
+            t0 - n * C, v_V, in_V, H, K, V, C, WK, PRECISION,
         )  # fmt: skip
         in_S = (slot < T - t0) & (slot < TOKENS)
         D_ST, c_T = _inside(tl.load(log_decay + rows_S + slot * H, mask=in_S, other=0.0))
         D_KTS = _spread(D_ST, BK)
         in_VS = in_V[:, None] & in_S[None, :]
         v_VS = tl.load(v + rows_S * V + place_VS, mask=in_VS, other=0.0)
-        # the end's slot writes nothing (its k is 0), so its beta is free: with 1 there, O sums Z over the values, which is what dprior needs
+        # the end's slot writes nothing (its k is 0), so its beta is free: with 1 there, O sums Z over the values, as dprior needs
         beta_VS = tl.where(is_end[None, :], 1.0, tl.load(beta + rows_S * V + place_VS, mask=in_VS, other=0.0)).to(dtype)
         do_VT = scale * tl.load(do + rows_S * V + place_VS, mask=in_VS, other=0.0).to(tl.float32)
         dv_VS, dbeta_VS = tl.zeros([BV, S], tl.float32), tl.zeros([BV, S], tl.float32)
@@ -377,7 +380,8 @@ def backward(inputs, residuals, gradients, *, scale):
     launch.launch(
         gradients_kernel, (tiles, B * H),
         q, k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
-        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=KEYS[q.dtype][1], WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)), BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
+        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=KEYS[q.dtype][1], WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)),
+        BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
     )  # fmt: skip
     return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
 
