@@ -10,7 +10,7 @@ from pipelines import tuning
 from pipelines.params import Cell, Params, cells
 from stages import items, pack
 from stages.evaluate import takes
-from stages.spec import Spec, Strict
+from stages.spec import Spec, Strict, fingerprint
 from stages.tasks.entry import SCHEMAS
 
 VERSIONS = Path(__file__).parent.parent / "stages" / "versions.yaml"
@@ -162,4 +162,7 @@ def _summary(params: Params, cell: Cell) -> dict[str, Any]:
         "tokens": tokens,
         "flops": tokens * model.flops(params.packing.sequence_length, training=True),
         "steps": next((layer.steps for layer in model.layers if hasattr(layer, "steps")), None),
+        "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget),
+        "window": next((layer.window for layer in model.layers if getattr(layer, "window", None)), None),
+        "entry": fingerprint(params.models[cell.model]),
     }

@@ -39,7 +39,7 @@ SETTINGS = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-NOT_CURVES = ("step", "tokens", "seconds", "event")
+NOT_CURVES = ("step", "tokens", "seconds", "devices", "event")
 STATUSES = {"succeeded": "FINISHED", "present": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "lost": "FAILED"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -28,8 +28,9 @@ class Analysis(Strict):
     bootstrap: resamples of sequences behind an interval.
     seed: of the resamples.
     unigram_entropy: nats per token, drawn as a line beside the losses of a small study; null draws none.
+    split_windows: sliding windows by which tasks are told to be local or global (MesaNet, appendix L.2.1), in a study that trained them all.
     paper: whose printed figures the ledger sets beside ours; null sets none.
-    paper_names: our name of a model, scale, budget or set -> the paper's, where the built-in list does not know it.
+    paper_names: our name of a model, scale, budget, set or task -> the paper's, where the built-in list does not know it.
     """
 
     title: str = "Results"
@@ -41,7 +42,8 @@ class Analysis(Strict):
     bootstrap: int = Field(default=200, ge=10)
     seed: int = 0
     unigram_entropy: float | None = None
-    paper: Literal["mesanet"] | None = "mesanet"
+    split_windows: list[Annotated[int, Field(ge=1)]] = Field(default=[4, 16, 64], min_length=2)
+    paper: Literal["mesanet", "palimpsa"] | None = "mesanet"
     paper_names: dict[str, str] = {}
 
 
@@ -50,6 +52,8 @@ class Cell(Strict):
 
     parameters: count. tokens: trained on. flops: of the whole training run.
     group: the grid itself; references beside it; the sweep over CG steps in training. steps: CG's cap in training, null where the model has no CG.
+    learning_rate: its peak. window: that attention sees, null where it is full or there is none. entry: a digest of what params.yaml says of the model, the
+    same for models that differ in nothing but their names and learning rates.
     """
 
     cell: str
@@ -62,6 +66,9 @@ class Cell(Strict):
     flops: float
     group: Literal["grid", "references", "sweep"] = "grid"
     steps: int | None = None
+    learning_rate: float | None = None
+    window: int | None = None
+    entry: str | None = None
 
 
 class Parameters(Analysis):

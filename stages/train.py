@@ -309,7 +309,8 @@ class Run:
         def mfu(steps: float | None) -> float | None:
             return rate * self.model.flops(p.sequence_length, steps=steps, training=True) / peak if peak else None
 
-        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu(solver_steps), "mfu_without_cg": mfu(0)}
+        speed = {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu(solver_steps), "mfu_without_cg": mfu(0)}
+        return speed | {"devices": self.trainer.devices}
 
     def _nonfinite(self, row: Row) -> None:
         """A loss or gradient that is not finite; the trainer has left the weights as they were."""

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from stages.evaluate import TRAINED
-from stages.report import style
+from stages.report import scaling, style
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, RAMP, Style
 
@@ -57,6 +57,7 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         extrapolation,
         cg_inference,
         cg_training,
+        scale,
     )
     found = {}
     with matplotlib.rc_context(LOOK):
@@ -392,6 +393,49 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
             figure,
             "Perplexity of the first k tokens of long documents. Past the dotted line lie lengths never seen in training; a curve that leaves the frame has failed there.",
         )
+
+
+def scale(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """Loss against parameters, a panel a budget, and against tokens, a panel a scale; only what has two sizes at least. Fits are drawn where there are any."""
+    measured = [(run.cell, nll) for run, nll in scaling.points(study)]
+    panels = []
+    for over, held in (("parameters", "budget"), ("tokens", "scale")):
+        for value in dict.fromkeys(getattr(cell, held) for cell, _ in measured):
+            those = [(cell, nll) for cell, nll in measured if getattr(cell, held) == value]
+            if any(len({getattr(c, over) for c, _ in those if c.model == cell.model}) > 1 for cell, _ in those):
+                panels.append((over, held, value, those))
+    if not panels:
+        return
+    text, length = study.headline
+    figure, axes = _panels([f"{value} tokens" if held == "budget" else value for _, held, value, _ in panels], keys=len(look.labels))
+    ends: list[tuple[float, str, str]] = []
+    for ax, (over, held, value, those) in zip(axes, panels, strict=True):
+        ends = []
+        for model in dict.fromkeys(cell.model for cell, _ in those):
+            own = sorted((getattr(cell, over), nll) for cell, nll in those if cell.model == model)
+            x, y = (np.array(part, np.float64) for part in zip(*own, strict=True))
+            colour, fit = look.colours[model], _of(tables["fits"], model=model, over=over, fitted=True, **{held: value})
+            ax.plot(x, y, "o", color=colour, markersize=3.5)
+            line = (x, fit[0]["coefficient"] * x ** -fit[0][f"exponent_{over}"]) if fit else (x, y)
+            ax.plot(*line, color=colour, linestyle=look.dashes[model], linewidth=1.1 if fit else 0.5, label=look.labels[model])
+            ends.append((y[-1], look.labels[model], colour))
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        sizes = sorted({getattr(cell, over) for cell, _ in those})
+        apart = [size for i, size in enumerate(sizes) if i == 0 or size > 1.25 * sizes[i - 1]]  # models of one scale differ a little
+        ax.xaxis.set_major_locator(FixedLocator(apart))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.count(value)))
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        ax.margins(x=0.08)
+        ax.set_xlabel("parameters" if over == "parameters" else "training tokens")
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel("loss (nats per token)")
+    _finish(figure, axes, ends)
+    caption = f"Loss on {text} at length {style.binary(length)} against parameters at one budget, and against tokens at one scale, both axes logarithmic. Full lines are fits, thin ones only join points that are too few for one."
+    yield "scaling", figure, caption
 
 
 def _ramp(number: int) -> list[tuple[float, float, float, float]]:

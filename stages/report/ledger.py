@@ -1,76 +1,163 @@
-"""The ledger: a paper's printed perplexities beside ours, for the cells that are the paper's own."""
+"""The ledger: every figure that a paper prints, beside ours where the study has that cell and evaluated it."""
 
 from __future__ import annotations
 
-import csv
 import math
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from stages.evaluate import TRAINED
-from stages.report.study import Study
+from stages.report.paper import MEAN, MEANS, NEEDLES, Figure, Names, plain, printed, rule
+from stages.report.study import Run, Study
 
-DATA = Path(__file__).parents[1] / "data"
-
-# What a study may call a scale, model or set -> the paper's own name, where the two differ by more than case and separators.
-NAMES = {
-    "mesanet": {
-        "140m": "145M", "440m": "400M", "940m": "1B", "mlstm": "xLSTM", "attention": "Transformer", "mha": "Transformer",
-        "slimpajama": "SLIM", "lambada": "LMB", "lambada_openai": "LMB", "wikitext": "WIKI", "wikitext2": "WIKI", "wikitext_2": "WIKI",
-        "govreport": "GOV", "qasper": "QASP",
-    }
-}  # fmt: skip
-MEAN = "AVG"
+RUN, NOT_RUN = "run", "not run"
+CLOSED = "closed_book"  # the group of recall sets without passages: they are no figure of the paper's
 
 
-def printed(paper: str) -> list[dict[str, Any]]:
-    """The paper's figures: rows scale, budget, model, set, length, perplexity, under its own names."""
-    with (DATA / f"{paper}_perplexity.csv").open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    return [row | {"length": int(row["length"]), "perplexity": float(row["perplexity"])} for row in rows]
+@dataclass(frozen=True)
+class Ours:
+    """Our figure. names: what it is of, by our names. std: over draws or types. items: evaluated for it."""
+
+    value: float
+    names: list[str]
+    std: float | None = None
+    items: int | None = None
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+@dataclass(frozen=True)
+class Lacking:
+    """Why there is none of ours."""
+
+    why: str
+
+
+@dataclass
+class Results:
+    """What one cell offers to be set beside a paper's figures, by the paper's plain names."""
+
+    run: Run
+    paper: str
+    names: Names
+    perplexity: dict[tuple[str, int], dict[str, Any]] = field(init=False)
+    scores: dict[tuple[str, int, str], list[dict[str, Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.perplexity = {(self.names(row["set"]), row["length"]): row for row in self.run.perplexity if row["setting"] == TRAINED}
+        self.scores = {}
+        for row in self.run.scores:
+            if row["group"] != CLOSED:
+                self.scores.setdefault((self.names(row["task"]), row["shots"], plain(row["setting"])), []).append(row)
+
+    def find(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        """Ours of a figure; those: the paper's figures of this cell, over which its means are."""
+        finders: dict[str, Callable[[Figure, list[Figure]], Ours | Lacking]] = {
+            "perplexity": self._perplexity,
+            "niah": self._needles,
+            "learning_rate": self._learning_rate,
+            "task_perplexity": self._task_perplexity,
+        } | dict.fromkeys(("tasks", "recall", "scrambling", "translation", "groups", "solver"), self._score)
+        if figure["table"] not in finders:
+            return Lacking("no stage of this study measures it")
+        return finders[figure["table"]](figure, those)
+
+    def _perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        sets = [figure["metric"]]
+        if figure["metric"] == MEAN:
+            sets = [o["metric"] for o in those if (o["table"], o["length"]) == ("perplexity", figure["length"]) and o["metric"] != MEAN]
+        found = {name: self.perplexity.get((plain(name), figure["length"])) for name in sets}
+        return _mean_of(found, "perplexity", "set")
+
+    def _score(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        setting, shots = plain(figure["setting"]), figure["shots"] or 0
+        members = MEANS[self.paper].get(figure["metric"], (figure["metric"],))
+        found: dict[str, dict[str, Any] | None] = {}
+        for name in members:
+            draws = self.scores.get((plain(name), shots, setting), [])
+            values = [self._value(row, name) for row in draws]
+            std = float(np.std(values)) if len(draws) > 1 else None
+            found[name] = (
+                {"task": draws[0]["task"], "score": float(np.mean(values)), "std": std, "items": draws[0]["items"]} if draws else None
+            )
+        return _mean_of(found, "score", "task")
+
+    def _value(self, row: dict[str, Any], name: str) -> float:
+        """A score, of a multiple choice under the paper's own normalisation, whatever the task's is."""
+        return row["score"] if row["kind"] != "multiple_choice" else row[f"accuracy_{rule(self.paper, name)}"]
+
+    def _needles(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        group = plain(f"niah{figure['metric']}{figure['length']}")
+        rows = [r for r in self.run.scores if r["group"] and plain(r["group"]) == group and r["setting"] == TRAINED and not r["shots"]]
+        if len(rows) != NEEDLES:
+            return Lacking(f"{len(rows)} of {NEEDLES} types of key and value" if rows else "not evaluated")
+        values = [row["score"] for row in rows]
+        return Ours(
+            float(np.mean(values)), sorted({row["group"] for row in rows}), float(np.std(values)), sum(row["items"] for row in rows)
+        )
+
+    def _learning_rate(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        rate = self.run.cell.learning_rate
+        return Lacking("not recorded") if rate is None else Ours(rate, ["learning rate"])
+
+    def _task_perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        draws = self.scores.get((plain(figure["metric"]), figure["shots"] or 0, TRAINED), [])
+        values = [row["perplexity"] for row in draws if row["perplexity"] is not None]
+        return Ours(float(np.mean(values)), [draws[0]["task"]], items=draws[0]["items"]) if values else Lacking("not evaluated")
+
+
+def _mean_of(found: dict[str, dict[str, Any] | None], value: str, name: str) -> Ours | Lacking:
+    """The plain mean over rows by the paper's name, of one or of all that the paper's is over; never of a part of them."""
+    if missing := [theirs for theirs, row in found.items() if row is None]:
+        return Lacking(f"not evaluated: {', '.join(missing)}" if len(found) > 1 else "not evaluated")
+    rows = [row for row in found.values() if row is not None]
+    items = [row["items"] for row in rows if row.get("items") is not None]
+    return Ours(
+        math.fsum(row[value] for row in rows) / len(rows),
+        [row[name] for row in rows],
+        rows[0].get("std") if len(rows) == 1 else None,
+        sum(items) if items else None,
+    )
 
 
 def rows(study: Study) -> Iterator[dict[str, Any]]:
-    """Rows cell, model, scale, budget, set (ours, or the paper's where we have none), length, paper, ours, difference, status.
+    """Every figure of the paper, in its order, where the study has a cell of the paper's at all; none otherwise.
 
-    ours: as trained, at the same length; AVG: the mean over the paper's own sets, where all are ours. status: "run" | "not run".
+    model, scale, budget: ours, the paper's where we have no such cell. name: of the set, task or group, ours where it was run. tokens, accelerator_hours:
+    that the cell's training took; of the cell, also where this figure was not run. status: "run" | "not run", note: why not.
     """
     paper = study.parameters.paper
     if paper is None:
         return
-    theirs = printed(paper)
-    names = NAMES[paper] | study.parameters.paper_names
-    own = {_plain(ours): _plain(paper_name) for ours, paper_name in names.items()}
-
-    def key(name: str) -> str:
-        return own.get(_plain(name), _plain(name))
-
+    names, figures = Names(paper, study.parameters.paper_names), printed(paper)
+    cells: dict[tuple[str, ...], list[Figure]] = {}
+    for figure in figures:
+        cells.setdefault(tuple(plain(figure[name]) for name in ("scale", "budget", "model")), []).append(figure)
+    results: dict[tuple[str, ...], Results] = {}
     for run in study.compared:
-        cell = run.cell
-        where = tuple(key(name) for name in (cell.scale, cell.budget, cell.model))
-        those = [row for row in theirs if tuple(_plain(row[name]) for name in ("scale", "budget", "model")) == where]
-        ours = {(key(row["set"]), row["length"]): row for row in run.perplexity if row["setting"] == TRAINED}
-        for row in those:
-            found = ours.get((_plain(row["set"]), row["length"]))
-            value = _mean(row, those, ours) if row["set"] == MEAN else found["perplexity"] if found else None
-            yield run.names | {
-                "set": found["set"] if found else row["set"],
-                "length": row["length"],
-                "paper": row["perplexity"],
-                "ours": value,
-                "difference": None if value is None else value - row["perplexity"],
-                "status": "not run" if value is None else "run",
+        where = tuple(names(name) for name in (run.cell.scale, run.cell.budget, run.cell.model))
+        if where in cells:
+            results.setdefault(where, Results(run, paper, names))
+    if not results:
+        return
+    for where, those in cells.items():
+        found = results.get(where)
+        for figure in those:
+            ours = found.find(figure, those) if found else Lacking("no such cell")
+            value = ours if isinstance(ours, Ours) else None
+            own = found.run.names if found else {name: figure[name] for name in ("model", "scale", "budget")} | {"cell": None}
+            yield own | {
+                **{name: figure[name] for name in ("source", "table", "metric", "shots", "length", "setting")},
+                "name": ", ".join(value.names) if value else figure["metric"],
+                "paper": figure["value"],
+                "paper_std": figure["std"],
+                "ours": value.value if value else None,
+                "ours_std": value.std if value else None,
+                "difference": value.value - figure["value"] if value else None,
+                "items": value.items if value else None,
+                "tokens": found.run.cell.tokens if found else None,
+                "accelerator_hours": found.run.accelerator_hours if found else None,
+                "status": RUN if value else NOT_RUN,
+                "note": ours.why if isinstance(ours, Lacking) else None,
             }
-
-
-def _mean(mean: dict[str, Any], those: list[dict[str, Any]], ours: dict[tuple[str, int], dict[str, Any]]) -> float | None:
-    """Our mean over the sets that the paper's mean at this length is over; None where one of them is missing."""
-    sets = [_plain(row["set"]) for row in those if row["length"] == mean["length"] and row["set"] != MEAN]
-    found = [ours[name, mean["length"]]["perplexity"] for name in sets if (name, mean["length"]) in ours]
-    return math.fsum(found) / len(found) if found and len(found) == len(sets) else None

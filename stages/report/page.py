@@ -5,9 +5,7 @@ from __future__ import annotations
 import colorsys
 import math
 import re
-from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,8 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from stages.evaluate import TRAINED
-from stages.report import ledger, style
+from stages.report import sections, style
 from stages.report.figures import Drawing
+from stages.report.markup import WIDEST, Cell, best_bold, filled, grouped, heading, number, percent, table
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, Style
 
@@ -24,7 +23,6 @@ Row = dict[str, Any]
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "report.html"
 SHOWN = 12  # characters of a key
-WIDEST = 9  # columns of numbers in a table
 
 
 def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -> str:
@@ -32,21 +30,22 @@ def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -
     tables = {name: table.to_pylist() for name, table in made.items()}
     look = Style.of(study)
     page = Page(study, tables, drawn, look)
-    sections = (
-        page.summary,
-        page.cells,
-        page.perplexity,
-        page.loss,
-        page.positions,
-        page.extrapolation,
-        page.cg,
-        page.throughput,
-        page.ledger,
-        page.made_from,
+    parts = (
+        *(
+            page.summary(),
+            page.cells(),
+            sections.learning_rates(page),
+            page.perplexity(),
+            sections.differences(page),
+            sections.domains(page),
+        ),
+        *(page.loss(), page.positions(), page.extrapolation()),
+        *(sections.downstream(page), sections.needles(page), sections.split(page), page.cg(), sections.fits(page)),
+        *(page.throughput(), sections.beside_the_paper(page), page.made_from()),
     )
     colours = [*dict.fromkeys([*look.colours.values(), *page.inks()])]
     variables = {colour: f"--c{i}" for i, colour in enumerate(colours)}
-    body = "\n".join(part for section in sections for part in section())
+    body = "\n".join(piece for part in parts for piece in part)
     return Template(TEMPLATE.read_text()).substitute(
         title=escape(study.parameters.title),
         light=" ".join(f"{name}: {colour};" for colour, name in variables.items()),
@@ -77,7 +76,7 @@ class Page:
         sizes = [row["parameters"] for row in models]
         low, high = style.count(min(sizes)), style.count(max(sizes))
         sweep = len(models) - len(self.compared)
-        trained = f"{_number(len(names), 'model')} at {_number(len(scales), 'scale')}: {_number(len(models), 'cell')} of {low if low == high else f'{low} to {high}'} parameters"
+        trained = f"{number(len(names), 'model')} at {number(len(scales), 'scale')}: {number(len(models), 'cell')} of {low if low == high else f'{low} to {high}'} parameters"
         trained += f", {sweep} of them a sweep over CG steps in training." if sweep else "."
         tokens = " or ".join(dict.fromkeys(style.count(row["tokens"]) for row in models))
         flops = math.fsum(row["flops"] for row in models)
@@ -132,21 +131,21 @@ class Page:
         head += [("CG steps", "")] if any(row["steps"] is not None for row in self.tables["models"]) else []
         head += [("final loss", "")] + ([(f"{self.study.parameters.headline} perplexity", "")] if perplexity else [])
         groups = []
-        for (scale, budget, sweep), rows in _grouped(
+        for (scale, budget, sweep), rows in grouped(
             self.tables["models"], lambda row: (row["scale"], row["budget"], row["group"] == "sweep")
         ):
             losses, scores = [row["final_loss"] for row in rows], [perplexity.get(row["cell"]) for row in rows]
             lines = []
-            for row, loss, score in zip(rows, _best_bold(losses, "{:.3f}".format), _best_bold(scores, style.perplexity), strict=True):
-                line = [self._model(row), style.count(row["parameters"]), style.count(row["tokens"]), style.power(row["flops"])]
+            for row, loss, score in zip(rows, best_bold(losses, "{:.3f}".format), best_bold(scores, style.perplexity), strict=True):
+                line = [self.named(row), style.count(row["parameters"]), style.count(row["tokens"]), style.power(row["flops"])]
                 line += [str(row["steps"]) if row["steps"] is not None else "–"] if ("CG steps", "") in head else []
                 lines.append((line + [loss] + ([score] if perplexity else []), row["group"] == "references"))
             title = escape(style.place(scale, budget)) + (": training sweep over CG steps" if sweep else "")
             groups.append((title, lines))
-        parts = [_h2("The cells"), _table(head, groups)]
+        parts = [heading("The cells"), table(head, groups)]
         if events := sum(row["events"] for row in self.tables["models"]):
             parts.append(
-                f'<p class="note">{_number(events, "step")} of training had a recorded event (a spike, a step skipped or rolled back); see <code>history</code>.</p>'
+                f'<p class="note">{number(events, "step")} of training had a recorded event (a spike, a step skipped or rolled back); see <code>history</code>.</p>'
             )
         return parts
 
@@ -155,17 +154,17 @@ class Page:
         lengths = sorted({row["length"] for row in self.tables["perplexity"] if row["setting"] == TRAINED})
         blocks = [block for length in lengths if (block := self._block(length))["columns"]]
         parts: list[str] = []
-        for those in _filled(blocks, WIDEST):
+        for those in filled(blocks, WIDEST):
             cells = [row for row in self.compared if any(row["cell"] in column for block in those for column in block["columns"].values())]
             groups = []
-            for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
+            for (scale, budget), group in grouped(cells, lambda row: (row["scale"], row["budget"])):
                 columns = [
-                    _best_bold([column.get(cell["cell"]) for cell in group], style.perplexity)
+                    best_bold([column.get(cell["cell"]) for cell in group], style.perplexity)
                     for block in those
                     for column in block["columns"].values()
                 ]
                 lines = [
-                    ([self._model(cell), *line], cell["group"] == "references")
+                    ([self.named(cell), *line], cell["group"] == "references")
                     for cell, line in zip(group, zip(*columns, strict=True), strict=True)
                 ]
                 groups.append((escape(style.place(scale, budget)), lines))
@@ -174,13 +173,13 @@ class Page:
                 head += [(text, "first" if i == 0 and len(over) > 1 else "") for i, text in enumerate(block["columns"])]
                 over.append((block["title"], len(block["columns"])))
             alone = len(those) == 1
-            parts.append(_table(head, groups, caption=those[0]["title"].capitalize() if alone else "", over=() if alone else over))
+            parts.append(table(head, groups, caption=those[0]["title"].capitalize() if alone else "", over=() if alone else over))
         if not parts:
             return []
         mean = " The mean is over the sets to its left." if any("mean" in block["columns"] for block in blocks) else ""
         best = "Lower is better; the best of each group is bold." if len(self.compared) > 1 else "Lower is better."
         return [
-            _h2("Perplexity by set and length"),
+            heading("Perplexity by set and length"),
             f'<p class="note">The exponential of the mean loss over all tokens of a set. {best}{mean}</p>',
             *parts,
         ]
@@ -188,7 +187,7 @@ class Page:
     def _block(self, length: int) -> dict[str, Any]:
         """The columns of one length: title, and columns set -> {cell: perplexity}, the mean over sets last where there are several."""
         rows = self._trained(length)
-        columns = {text: {row["cell"]: row["perplexity"] for row in those} for text, those in _grouped(rows, lambda row: row["set"])}
+        columns = {text: {row["cell"]: row["perplexity"] for row in those} for text, those in grouped(rows, lambda row: row["set"])}
         if len(columns) > 1:
             columns["mean"] = self._means(rows)
         return {"title": f"length {style.binary(length)}" + (" (trained)" if length == self.study.length else ""), "columns": columns}
@@ -202,59 +201,34 @@ class Page:
             row["mfu_without_cg"] is not None and row["mfu"] is not None and abs(row["mfu"] - row["mfu_without_cg"]) > 5e-5 for row in rows
         )
         fastest = max(row["tokens_per_second"] for row in rows)
+        spent = any(row["accelerator_hours"] is not None for row in rows)
         head = (
             [("model", "left"), ("", "left"), ("tokens/s", "")]
             + ([("MFU", "")] if extra else [])
             + ([("without CG", "")] if apart else [])
             + [("training time", "")]
+            + ([("accelerator-hours", "")] if spent else [])
         )
         groups = []
-        for (scale, budget), those in _grouped(rows, lambda row: (row["scale"], row["budget"])):
+        for (scale, budget), those in grouped(rows, lambda row: (row["scale"], row["budget"])):
             lines = []
             for row in those:
                 bar = f'<i style="width: calc({100 * row["tokens_per_second"] / fastest:.1f}% - 1.3rem)"></i>'
-                line = [self._model(self.cell[row["cell"]]), _Cell(bar, "bar"), f"{row['tokens_per_second']:,.0f}"]
-                line += [_percent(row["mfu"])] if extra else []
-                line += [_percent(row["mfu_without_cg"])] if apart else []
-                lines.append(([*line, style.duration(row["seconds"])], False))
+                line = [self.named(self.cell[row["cell"]]), Cell(bar, "bar"), f"{row['tokens_per_second']:,.0f}"]
+                line += [percent(row["mfu"])] if extra else []
+                line += [percent(row["mfu_without_cg"])] if apart else []
+                line += [style.duration(row["seconds"])]
+                line += [f"{row['accelerator_hours']:,.3g}" if row["accelerator_hours"] is not None else "–"] if spent else []
+                lines.append((line, False))
             groups.append((escape(style.place(scale, budget)), lines))
         note = (
             "Medians over steps, where each cell happened to run; the steps that CG took count in the MFU, those it did not take never do."
         )
         return [
-            _h2("Throughput"),
-            _table(head, groups),
+            heading("Throughput"),
+            table(head, groups),
             f'<p class="note">{note if extra else "Medians over steps, where each cell happened to run."}</p>',
         ]
-
-    def ledger(self) -> list[str]:
-        if self.study.parameters.paper is None:
-            return []
-        rows = [row for row in self.tables["ledger"] if row["status"] == "run"]
-        if not rows:
-            return [
-                _h2("Beside the paper"),
-                "<p>No cell here is one of the paper’s own (its models, scales and budgets, on its sets), so no figure is set beside it.</p>",
-            ]
-        parts = [_h2("Beside the paper"), '<p class="note">Our perplexity and, smaller, ours minus the one that the paper prints.</p>']
-        for length, those in _grouped(rows, lambda row: row["length"]):
-            sets = list(dict.fromkeys(row["set"] for row in those))
-            value = {(row["cell"], row["set"]): row for row in those}
-            cells = [cell for cell in self.compared if any(row["cell"] == cell["cell"] for row in those)]
-            groups = []
-            for (scale, budget), group in _grouped(cells, lambda row: (row["scale"], row["budget"])):
-                lines = []
-                for cell in group:
-                    found = [value.get((cell["cell"], text)) for text in sets]
-                    lines.append(([self._model(cell), *(_beside(row) if row else "–" for row in found)], cell["group"] == "references"))
-                groups.append((escape(style.place(scale, budget)), lines))
-            head = [("model", "left"), *(("mean" if text == ledger.MEAN else text, "") for text in sets)]
-            parts.append(_table(head, groups, caption=f"Length {style.binary(length)}"))
-        if missing := sum(row["status"] != "run" for row in self.tables["ledger"]):
-            parts.append(
-                f'<p class="note">{_number(missing, "figure")} that the paper prints for these cells {"was" if missing == 1 else "were"} not run here; they are in <code>tables/ledger.parquet</code>.</p>'
-            )
-        return parts
 
     # --- figures --------------------------------------------------------------------------------------------------
 
@@ -276,11 +250,12 @@ class Page:
             if not rows or not shown:
                 continue
             costliest = max(shown, key=lambda name: self.cell[name.removeprefix(f"cg_{kind}-")]["flops"])
-            parts += [f"<h3>{title}</h3>", self._figure(costliest)]
+            parts += [f"<h3>{title}</h3>", self.figure(costliest)]
             parts += self._cg_table(kind, [row for row in rows if row["length"] == self.study.length])
             if len(shown) > 1:
                 parts.append(f'<p class="note">The same figure of the other cells is in <code>figures/cg_{kind}-*.png</code>.</p>')
-        return [_h2("Conjugate gradient steps"), *parts] if parts else []
+        parts += sections.solved_tasks(self)
+        return [heading("Conjugate gradient steps"), *parts] if parts else []
 
     def _cg_table(self, kind: str, rows: list[Row]) -> list[str]:
         """Steps really taken and what they cost, over all sets at one length."""
@@ -289,9 +264,9 @@ class Page:
         sets = list(dict.fromkeys(row["set"] for row in rows))
         head = [("setting" if kind == "inference" else "trained with", "left"), ("steps taken", ""), *((text, "") for text in sets)]
         groups = []
-        for reference, group in _grouped(rows, lambda row: row["reference"]):
+        for reference, group in grouped(rows, lambda row: row["reference"]):
             lines = []
-            for _, same in _grouped(group, lambda row: (row["cell"], row["setting"])):
+            for _, same in grouped(group, lambda row: (row["cell"], row["setting"])):
                 taken = [row["steps_taken"] for row in same if row["steps_taken"] is not None]
                 difference = {row["set"]: row["difference"] for row in same}
                 name = (
@@ -305,18 +280,18 @@ class Page:
                 lines.append(([escape(name), mean, *(style.signed(difference.get(text), 4) for text in sets)], False))
             groups.append((escape(reference), lines))
         against = "the cell as trained" if kind == "inference" else "the grid’s cell"
-        return [_table(head, groups, caption=f"NLL minus that of {against} (nats per token), length {style.binary(self.study.length)}")]
+        return [table(head, groups, caption=f"NLL minus that of {against} (nats per token), length {style.binary(self.study.length)}")]
 
     def _section(self, title: str, prefix: str) -> list[str]:
         found = [name for name in self.drawn if name.startswith(prefix)]
-        parts = [_h2(title)] if found else []
+        parts = [heading(title)] if found else []
         places = {f"-{scale}-{budget}": style.place(scale, budget) for scale, budget in self.study.places}
         for name in found:
             parts += [f"<h3>{escape(text)}</h3>" for end, text in places.items() if name == f"{prefix}{end}"]
-            parts.append(self._figure(name))
+            parts.append(self.figure(name))
         return parts
 
-    def _figure(self, name: str) -> str:
+    def figure(self, name: str) -> str:
         caption = escape(self.drawn[name].caption)
         return f'<figure id="{escape(name)}"><div>{_inline(self.drawn[name].svg, name, caption)}</div><figcaption>{caption}</figcaption></figure>'
 
@@ -334,7 +309,7 @@ class Page:
                 [
                     f"<code>{escape(run.cell.cell)}</code>",
                     *(
-                        _Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left")
+                        Cell(f"<code>{spec.inputs[f'{kind}/{run.cell.cell}'][:SHOWN]}</code>", "left")
                         for kind in ("history", "evaluations")
                     ),
                 ],
@@ -343,9 +318,9 @@ class Page:
             for run in self.study.runs
         ]
         return [
-            _h2("How it was made"),
+            heading("How it was made"),
             f"<p>{said}</p>",
-            _table([("cell", "left"), ("training’s key", "left"), ("evaluation’s key", "left")], [("", lines)]),
+            table([("cell", "left"), ("training’s key", "left"), ("evaluation’s key", "left")], [("", lines)]),
         ]
 
     # --- parts ----------------------------------------------------------------------------------------------------
@@ -358,103 +333,14 @@ class Page:
     def _means(self, rows: list[Row]) -> dict[str, float | None]:
         """cell -> plain mean of its perplexities over all sets of these rows; None where it lacks one."""
         sets = {row["set"] for row in rows}
-        values = {cell: [row["perplexity"] for row in those] for cell, those in _grouped(rows, lambda row: row["cell"])}
+        values = {cell: [row["perplexity"] for row in those] for cell, those in grouped(rows, lambda row: row["cell"])}
         return {
             cell: math.fsum(found) / len(found) if len(found) == len(sets) and None not in found else None for cell, found in values.items()
         }
 
-    def _model(self, row: Row) -> str:
+    def named(self, row: Row) -> str:
         label, colour = self.look.labels[row["model"]], self.look.colours[row["model"]]
         return f'<span class="dot" style="background: {colour}"></span>{escape(label)}'
-
-
-class _Cell(str):
-    """A table cell's HTML with a class of its own."""
-
-    kind: str
-
-    def __new__(cls, text: str, kind: str) -> _Cell:
-        made = super().__new__(cls, text)
-        made.kind = kind
-        return made
-
-
-def _table(
-    head: Sequence[tuple[str, str]],
-    groups: Iterable[tuple[str, list[tuple[list[str], bool]]]],
-    *,
-    caption: str = "",
-    over: Sequence[tuple[str, int]] = (),
-) -> str:
-    """A table of groups (title, lines); a line is its cells and whether it is a reference, shown quietly. A single group has no title row.
-
-    head: (title, class) of the columns. over: (title, columns) of a row above it.
-    """
-    groups = list(groups)
-    titles = len(groups) > 1
-    top = "".join(f'<th class="{kind}">{escape(text)}</th>' if kind else f"<th>{escape(text)}</th>" for text, kind in head)
-    parts = [
-        f"<caption>{escape(caption if titles or not groups or not groups[0][0] else _joined(caption, groups[0][0]))}</caption>"
-        if caption
-        else ""
-    ]
-    above = "".join(f'<th colspan="{span}"{" class=over" if text else ""}>{escape(text)}</th>' for text, span in over)
-    parts.append(f"<thead>{f'<tr>{above}</tr>' if above else ''}<tr>{top}</tr></thead>")
-    for title, lines in groups:
-        body = [f'<tr><th colspan="{len(head)}">{title}</th></tr>'] if titles else []
-        for cells, quiet in lines:
-            marked = [(cell, cell.kind if isinstance(cell, _Cell) else kind) for cell, (_, kind) in zip(cells, head, strict=True)]
-            row = "".join(f'<td class="{kind}">{cell}</td>' if kind else f"<td>{cell}</td>" for cell, kind in marked)
-            body.append(f'<tr class="quiet">{row}</tr>' if quiet else f"<tr>{row}</tr>")
-        parts.append(f"<tbody>{''.join(body)}</tbody>")
-    return f'<div class="wide"><table>{"".join(parts)}</table></div>'
-
-
-def _joined(caption: str, title: str) -> str:
-    return f"{caption}, {title}" if title else caption
-
-
-def _h2(title: str) -> str:
-    return f"<h2>{escape(title)}</h2>"
-
-
-def _number(value: int, what: str) -> str:
-    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    text = words[value] if value < len(words) else f"{value:,}"
-    return f"{text.capitalize() if what in ('model', 'step', 'figure') else text} {what}{'' if value == 1 else 's'}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _beside(row: Row) -> str:
-    return f"{style.perplexity(row['ours'])}<small>{style.signed(row['difference'], 2)}</small>"
-
-
-def _best_bold(values: list[float | None], show: Any) -> list[str]:
-    """Values as text, the least in bold where there is something to choose from. What reads the same as the best is as good."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    best = show(min(finite)) if len(finite) > 1 else None
-    texts = ["–" if value is None else show(value) for value in values]
-    return [f"<b>{text}</b>" if text == best else text for text in texts]
-
-
-def _filled(blocks: list[dict[str, Any]], most: int) -> list[list[dict[str, Any]]]:
-    """Blocks of columns in tables of at most `most` columns; a wider block stands alone."""
-    tables: list[list[dict[str, Any]]] = []
-    for block in blocks:
-        if tables and sum(len(other["columns"]) for other in tables[-1]) + len(block["columns"]) <= most:
-            tables[-1].append(block)
-        else:
-            tables.append([block])
-    return tables
-
-
-def _grouped(rows: list[Row], key: Any) -> list[tuple[Any, list[Row]]]:
-    """(key, rows) in the keys' first order."""
-    order = {value: i for i, value in enumerate(dict.fromkeys(key(row) for row in rows))}
-    return [(value, list(those)) for value, those in groupby(sorted(rows, key=lambda row: order[key(row)]), key)]
 
 
 # --- figures in the page ----------------------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's results. history: column -> values, a step each. perplexity: the rows of its evaluation."""
+    """One cell's results. history: column -> values, a step each. perplexity, domains, scores: the rows of its evaluation's tables."""
 
     cell: Cell
     history: dict[str, np.ndarray]
     perplexity: list[dict[str, Any]]
     folder: Path
+    domains: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -35,6 +37,15 @@ class Run:
     def names(self) -> dict[str, str]:
         """The columns that say which cell a table's row belongs to."""
         return {name: getattr(self.cell, name) for name in ("cell", "model", "scale", "budget")}
+
+    @property
+    def accelerator_hours(self) -> float | None:
+        """Of training: the steps' seconds on every device. None where the history does not say how many these were."""
+        seconds, devices = self.history["seconds"].astype(np.float64), self.history.get("devices")
+        if devices is None or not len(seconds):
+            return None
+        spent = seconds * devices.astype(np.float64)
+        return None if np.isnan(spent[np.isfinite(seconds)]).any() else float(np.nansum(spent)) / 3600
 
     def has(self, text: str, length: int, setting: str) -> bool:
         return any((row["set"], row["length"], row["setting"]) == (text, length, setting) for row in self.perplexity)
@@ -54,6 +65,12 @@ class Run:
 
     def _unit(self, text: str, length: int, setting: str) -> Path:
         return self.folder / (f"{text}-{length}-{setting}" if setting else f"{text}-{length}")
+
+
+def _rows_of(evaluation: Path, name: str) -> list[dict[str, Any]]:
+    """A table that an evaluation has where there is something in it."""
+    file = f"{name}.parquet"
+    return schemas.read(evaluation / file, name).to_pylist() if file in artifact.read(evaluation)["files"] else []
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,7 @@ class Study:
                     {name: columns[name].to_numpy(zero_copy_only=False) for name in columns.column_names},
                     schemas.read(inputs[evaluation] / "perplexity.parquet", "perplexity").to_pylist(),
                     inputs[evaluation],
+                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores")),
                 )
             )
         return cls(parameters, spec, runs, digests)
@@ -119,6 +137,13 @@ class Study:
         """(set, length) that some run was evaluated on as trained, in the evaluations' order, short lengths first."""
         found = dict.fromkeys((row["set"], row["length"]) for run in runs for row in run.perplexity if row["setting"] == TRAINED)
         return sorted(found, key=lambda item: item[1])
+
+    @property
+    def headline(self) -> tuple[str, int] | None:
+        """(set, length) that cells are ranked by: the headline set at the training length, else the first that was evaluated there."""
+        found = [item for item in self.evaluated(self.compared) if item[1] == self.length]
+        wanted = (self.parameters.headline, self.length)
+        return wanted if wanted in found else found[0] if found else None
 
     def baseline(self, run: Run) -> Run | None:
         """The baseline at a run's scale and budget; None for the baseline itself and where there is none."""

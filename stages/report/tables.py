@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from stages import measures
 from stages.evaluate import TRAINED
-from stages.report import ledger
+from stages.report import downstream, ledger, scaling
 from stages.report.study import Run, Study
 
 Row = dict[str, Any]
@@ -103,7 +103,10 @@ def curves(study: Study) -> pa.Table:
 
 
 def throughput(study: Study) -> pa.Table:
-    """The one table with timings. seconds: of all steps; the rates are medians over steps, so that compiling does not count."""
+    """Timings; the ledger's hours are the only ones elsewhere. seconds: of all steps; the rates are medians over steps, so that compiling does not count.
+
+    accelerator_hours: the steps' seconds on every device.
+    """
 
     def median(values: np.ndarray) -> float:
         finite = values[np.isfinite(values.astype(np.float64))]
@@ -114,11 +117,12 @@ def throughput(study: Study) -> pa.Table:
             run.names
             | {"training_steps": len(run.history["step"]), "seconds": float(np.nansum(run.history["seconds"]))}
             | {name: median(run.history[name]) for name in ("tokens_per_second", "mfu", "mfu_without_cg")}
+            | {"accelerator_hours": run.accelerator_hours}
             for run in study.runs
         ),
         NAMES
         | {"training_steps": pa.int64(), "seconds": pa.float64(), "tokens_per_second": pa.float64(), "mfu": pa.float64()}
-        | {"mfu_without_cg": pa.float64()},
+        | {"mfu_without_cg": pa.float64(), "accelerator_hours": pa.float64()},
     )
 
 
@@ -168,6 +172,36 @@ def positions(study: Study) -> pa.Table:
                         yield run.names | {"set": text, "length": length} | row
 
     return _table(rows(), NAMES | WHERE | DIFFERENCE)
+
+
+def differences(study: Study) -> pa.Table:
+    """NLL over all of a set's tokens less the baseline's, with 95 % bootstrap intervals over sequences, as trained."""
+
+    def rows() -> Iterator[Row]:
+        for run in study.compared:
+            if (baseline := study.baseline(run)) is None:
+                continue
+            for text, length in study.evaluated([run]):
+                if baseline.has(text, length, TRAINED):
+                    ours, theirs = run.nlls(text, length), baseline.nlls(text, length)
+                    longest = max(map(len, theirs), default=0)
+                    for row in _difference(study, ours, theirs, np.array([1, longest + 1])) if longest else ():
+                        named = {"baseline": baseline.cell.cell, "set": text, "length": length, "sequences": len(theirs)}
+                        yield run.names | named | {name: row[name] for name in ("difference", "low", "high")}
+
+    kinds = {"sequences": pa.int64()} | dict.fromkeys(("difference", "low", "high"), pa.float64())
+    return _table(rows(), NAMES | {"baseline": pa.string()} | WHERE | kinds)
+
+
+def domains(study: Study) -> pa.Table:
+    """Losses by the domains of a set's documents, where an evaluation has them."""
+    rows = (run.names | {name: row[name] for name in (*WHERE, *DOMAIN)} for run in study.runs for row in run.domains)
+    return _table(rows, NAMES | WHERE | DOMAIN)
+
+
+DOMAIN = {"source": pa.string(), "setting": pa.string(), "sequences": pa.int64(), "tokens": pa.int64()} | dict.fromkeys(
+    ("nll", "perplexity"), pa.float64()
+)
 
 
 def mean_so_far(study: Study) -> pa.Table:
@@ -240,23 +274,83 @@ def cg_positions(study: Study) -> pa.Table:
     return _table(rows(), CG | DIFFERENCE | {"mean_so_far": pa.float64()})
 
 
+# --- downstream -----------------------------------------------------------------------------------------------------
+
+ASKED = {"group": pa.string(), "task": pa.string(), "setting": pa.string(), "shots": pa.int64()}
+
+
+def tasks(study: Study) -> pa.Table:
+    """A row per cell, task, setting and number of shots; scores in per cent, BLEU in its points. See downstream.tasks."""
+    kinds = dict.fromkeys(("kind", "metric", "normalisation"), pa.string()) | dict.fromkeys(("version", "items", "draws"), pa.int64())
+    kinds |= dict.fromkeys(("score", "std", "error", "chance"), pa.float64()) | {"at_chance": pa.bool_(), "perplexity": pa.float64()}
+    kinds |= dict.fromkeys(("truncated", "answers_cut", "shots_dropped"), pa.int64())
+    return _table(downstream.tasks(study), NAMES | ASKED | kinds)
+
+
+def groups(study: Study) -> pa.Table:
+    """Means over the tasks of a group. See downstream.groups."""
+    kinds = {"tasks": pa.int64()} | dict.fromkeys(("members", "metric", "normalisation"), pa.string())
+    kinds |= dict.fromkeys(("score", "std", "chance"), pa.float64()) | {"at_chance": pa.int64()}
+    asked = {name: kind for name, kind in ASKED.items() if name != "task"}
+    return _table(downstream.groups(list(downstream.tasks(study))), NAMES | asked | kinds)
+
+
+def split(study: Study) -> pa.Table:
+    """Which tasks need more than a short window, by the study's own windows. See downstream.split."""
+    kinds = dict.fromkeys(("scale", "budget", "task"), pa.string()) | {"windows": pa.list_(pa.int64()), "scores": pa.list_(pa.float64())}
+    kinds |= {"full": pa.float64(), "rises": pa.bool_(), "beaten": pa.bool_()} | dict.fromkeys(("group", "study", "paper"), pa.string())
+    return _table(downstream.split(study, list(downstream.tasks(study))), kinds)
+
+
+# --- over scale -----------------------------------------------------------------------------------------------------
+
+
+def fits(study: Study) -> pa.Table:
+    """Loss as a power of parameters and tokens. See scaling.fits."""
+    kinds = dict.fromkeys(("model", "over", "scale", "budget"), pa.string()) | {
+        "points": pa.int64(),
+        "fewest": pa.int64(),
+        "fitted": pa.bool_(),
+    }
+    kinds |= {f"{part}_{name}": pa.float64() for name in ("parameters", "tokens") for part in ("exponent", "low", "high")}
+    return _table(scaling.fits(study), kinds | {"coefficient": pa.float64(), "residual": pa.float64()})
+
+
+def learning_rates(study: Study) -> pa.Table:
+    """Cells that differ in their learning rate alone, and which is selected. See scaling.learning_rates."""
+    kinds = {"nll": pa.float64(), "perplexity": pa.float64(), "selected": pa.bool_(), "edge": pa.bool_(), "alternatives": pa.int64()}
+    return _table(scaling.learning_rates(study), NAMES | {"learning_rate": pa.float64()} | WHERE | kinds)
+
+
 # --- beside the paper -----------------------------------------------------------------------------------------------
 
 
 def beside_the_paper(study: Study) -> pa.Table:
-    """The paper's printed perplexity of every cell that is one of its own, ours where it was evaluated, and ours less the paper's."""
-    kinds = {"paper": pa.float64(), "ours": pa.float64(), "difference": pa.float64(), "status": pa.string()}
-    return _table(ledger.rows(study), NAMES | WHERE | kinds)
+    """Every figure that the paper prints, ours where it was run, and ours less the paper's. accelerator_hours are timings. See ledger.rows."""
+    kinds = dict.fromkeys(("source", "table", "metric", "setting", "name"), pa.string()) | {"shots": pa.int64(), "length": pa.int64()}
+    kinds |= dict.fromkeys(("paper", "paper_std", "ours", "ours_std", "difference"), pa.float64()) | {
+        "items": pa.int64(),
+        "tokens": pa.int64(),
+    }
+    kinds |= {"accelerator_hours": pa.float64(), "status": pa.string(), "note": pa.string()}
+    return _table(ledger.rows(study), NAMES | kinds)
 
 
 TABLES: dict[str, Callable[[Study], pa.Table]] = {
     "models": models,
     "curves": curves,
     "perplexity": perplexity,
+    "differences": differences,
+    "domains": domains,
     "positions": positions,
     "mean_so_far": mean_so_far,
     "cg_sweep": cg_sweep,
     "cg_positions": cg_positions,
+    "tasks": tasks,
+    "groups": groups,
+    "split": split,
+    "fits": fits,
+    "learning_rates": learning_rates,
     "throughput": throughput,
     "ledger": beside_the_paper,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def cell(model: str, scale: str = "nano", budget: str = "1m", **more: Any) -> di
     )
 
 
-def write_history(path: Path, cell: dict[str, Any], *, losses: np.ndarray | None = None) -> None:
+def write_history(path: Path, cell: dict[str, Any], *, losses: np.ndarray | None = None, devices: int | None = None) -> None:
     """A loss curve that falls as a power of the step; the noise of a batch is the same for every model."""
     steps = cell["tokens"] // (BATCH * LENGTH) if losses is None else len(losses)
     step = np.arange(1, steps + 1)
@@ -72,7 +73,9 @@ def write_history(path: Path, cell: dict[str, Any], *, losses: np.ndarray | None
         "step": step, "tokens": step * cell["tokens"] // steps, "loss": losses, "learning_rate": np.full(steps, 1e-3), "grad_norm": np.full(steps, 0.5),
         "seconds": BATCH * LENGTH / rate, "tokens_per_second": rate, "mfu": np.full(steps, 0.21), "mfu_without_cg": np.full(steps, 0.21 * mesa), "event": [None] * steps,
     }  # fmt: skip
-    table = pa.table({name: pa.array(values) for name, values in columns.items()}).cast(schemas.schema("history"))
+    schema = schemas.schema("history", extra=["devices"] if devices else [])
+    columns |= {"devices": np.full(steps, float(devices))} if devices else {}
+    table = pa.table({name: pa.array(values) for name, values in columns.items()}).cast(schema)
     schemas.write(path, table, name="history", key=key("train", cell["cell"]))
 
 
@@ -104,7 +107,22 @@ def made_up_nlls(cell: dict[str, Any], text: str, length: int, setting: str, seq
     return found
 
 
-def write_evaluation(out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int, str], list[np.ndarray]]) -> None:
+def score(task: str, value: float, group: str | None = None, **more: Any) -> dict[str, Any]:
+    """A row of scores.parquet, of a multiple choice out of four with 1,000 items where `more` does not say otherwise."""
+    kind = more.get("kind", "multiple_choice")
+    row: dict[str, Any] = dict.fromkeys(schemas.COLUMNS["scores"]) | {
+        "task": task, "group": group, "kind": kind, "version": 1, "setting": "", "shots": 0, "draw": 0, "items": 1000, "score": value,
+        "metric": {"recall": "contained", "generation": "bleu"}.get(kind, "accuracy"), "truncated": 0, "answers_cut": 0, "shots_dropped": 0,
+    }  # fmt: skip
+    if kind == "multiple_choice":
+        row |= {"chance": 25.0, "accuracy_tokens": value, "accuracy_none": value - 1, "accuracy_bytes": value + 1}
+    return row | more
+
+
+def write_evaluation(
+    out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int, str], list[np.ndarray]], *, scores: list[dict[str, Any]] | None = None,
+    domains: list[dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
     """An evaluation's folder: a unit a (set, length, setting), and the collected tables."""
     made_by = key("evaluate", cell["cell"])
     rows = []
@@ -149,19 +167,31 @@ def write_evaluation(out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int,
         )
     schema = schemas.schema("perplexity")
     schemas.write(out / "perplexity.parquet", pa.Table.from_pylist(rows, schema), name="perplexity", key=made_by)
+    for name, more in (("scores", scores), ("domains", domains)):
+        if more:
+            schemas.write(out / f"{name}.parquet", pa.Table.from_pylist(more, schemas.schema(name)), name=name, key=made_by)
     files = [str(path.relative_to(out)) for path in out.rglob("*.parquet")]
     artifact.write(out, key=made_by, stage="evaluate", files=files, inputs={})
 
 
-def write_study(root: Path, cells: list[dict[str, Any]], *, sets: dict[str, list[int]], sweep_on: str | None = None) -> None:
-    """Histories and evaluations of cells under a study's folder. sets: text set -> lengths. sweep_on: the model evaluated at other CG settings."""
+def write_study(
+    root: Path, cells: list[dict[str, Any]], *, sets: dict[str, list[int]], sweep_on: str | None = None,
+    scores: dict[str, list[dict[str, Any]]] | None = None, domains: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Histories and evaluations of cells under a study's folder. sets: text set -> lengths. sweep_on: the model evaluated at other CG settings.
+    scores: of tasks, by model. domains: those of the first set's documents."""
     for one in cells:
         write_history(root / f"history/{one['cell']}.parquet", one)
         settings = SETTINGS if one["model"] == sweep_on else [""]
         nlls = {
             (text, length, s): made_up_nlls(one, text, length, s) for text, lengths in sets.items() for length in lengths for s in settings
         }
-        write_evaluation(root / f"evaluations/{one['cell']}", one, nlls)
+        first = next((text, lengths[0]) for text, lengths in sets.items())
+        of = [
+            {"set": first[0], "source": source, "length": first[1], "setting": "", "sequences": 12, "tokens": 3000, "nll": 3.0 + i / 8, "perplexity": float(np.exp(3.0 + i / 8))}
+            for i, source in enumerate(domains)
+        ]  # fmt: skip
+        write_evaluation(root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of)
 
 
 def spec_of(cells: list[dict[str, Any]], **analysis: Any) -> Spec:

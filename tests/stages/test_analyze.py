@@ -1,6 +1,5 @@
 """The analysis of a made-up study: its tables against hand-worked numbers, what is left out, and that it is the same every time."""
 
-import csv
 import hashlib
 import json
 import math
@@ -12,7 +11,7 @@ import pytest
 
 from stages import artifact, schemas
 from stages.analyze import Analysis, run
-from stages.report import ledger, tables
+from stages.report import tables
 from stages.spec import Context, Spec, Stopped
 from tests.stages.made_up_study import LENGTH, cell, inputs_of, key, spec_of, write_evaluation, write_history, write_study
 
@@ -312,58 +311,3 @@ def test_unknown_parameters_of_the_analysis_are_refused():
         Analysis(smoothing=0.0)
     with pytest.raises(ValueError):
         Analysis(baselines="transformer")
-
-
-# The ledger
-
-
-def test_the_papers_figures_are_the_printed_ones():
-    rows = ledger.printed("mesanet")
-    value = {(row["scale"], row["budget"], row["model"], row["set"], row["length"]): row["perplexity"] for row in rows}
-    assert len(value) == len(rows) == 490 + 350 + 350
-    assert value["1B", "50B", "Mesa", "SLIM", 2048] == 10.83 and value["145M", "50B", "Transformer", "AVG", 32768] == 1829.77
-    for (scale, budget, model, name, length), printed in value.items():
-        if name == "AVG" and printed < 30:  # the printed means are those of the printed figures, to their rounding
-            others = [value[k] for k in value if k[:3] == (scale, budget, model) and k[4] == length and k[3] != "AVG"]
-            assert sum(others) / len(others) == pytest.approx(printed, abs=0.0115)
-
-
-def test_the_ledger_sets_ours_beside_the_papers(tmp_path):
-    cells = [cell("gated_deltanet", "440M", "15B"), cell("transformer", "tiny", "15B")]
-    sets = ["slimpajama", "lambada", "wikitext2", "pg19", "govreport", "qasper"]
-    for one in cells:
-        write_history(tmp_path / f"history/{one['cell']}.parquet", one, losses=np.ones(3))
-        nlls = {(text, 2048, ""): [np.full(8, math.log(10 + i), np.float32)] for i, text in enumerate(sets)}
-        write_evaluation(tmp_path / f"evaluations/{one['cell']}", one, nlls)
-    out = analyze(tmp_path, tmp_path / "out", cells)
-    rows = table(out, "ledger")
-    assert {row["cell"] for row in rows} == {"gated_deltanet-440M-15B"} and len(rows) == 7 + 5 + 5
-    found = {(row["set"], row["length"]): row for row in rows}
-    with (Path(ledger.__file__).parents[1] / "data/mesanet_perplexity.csv").open() as file:
-        printed = {
-            (r["scale"], r["budget"], r["model"], r["set"], r["length"]): r["perplexity"]
-            for r in csv.DictReader(x for x in file if x[0] != "#")
-        }
-    paper = float(printed["400M", "15B", "GatedDeltaNet", "WIKI", "2048"])
-    assert found["wikitext2", 2048]["paper"] == paper == 14.71
-    assert found["wikitext2", 2048]["ours"] == pytest.approx(12, rel=1e-6)
-    assert found["wikitext2", 2048]["difference"] == pytest.approx(12 - 14.71, rel=1e-5) and found["wikitext2", 2048]["status"] == "run"
-    assert found["AVG", 2048]["ours"] == pytest.approx(12.5, rel=1e-6) and found["AVG", 2048]["paper"] == 17.00
-    assert found["PG19", 4096]["ours"] is None and found["PG19", 4096]["status"] == "not run"
-    page = (out / "report.html").read_text()
-    assert "−2.71" in page and "Ten figures that the paper prints for these cells were not run here" in page
-
-
-def test_other_names_of_the_papers_models_are_given_in_params(tmp_path):
-    one = cell("my_mesa", "m", "15b")
-    write_history(tmp_path / f"history/{one['cell']}.parquet", one, losses=np.ones(3))
-    write_evaluation(tmp_path / f"evaluations/{one['cell']}", one, {("heldout", 2048, ""): [np.full(4, math.log(14.0), np.float32)]})
-    names = {"my_mesa": "Mesa", "m": "400M", "heldout": "SLIM"}
-    rows = table(analyze(tmp_path, tmp_path / "out", [one], paper_names=names), "ledger")
-    (row,) = [row for row in rows if row["status"] == "run"]
-    assert (row["set"], row["paper"]) == ("heldout", 13.44) and row["difference"] == pytest.approx(0.56, abs=1e-5)
-
-
-def test_a_study_that_is_not_the_papers_says_so_in_a_sentence(made, study, tmp_path):
-    assert "No cell here is one of the paper’s own" in (made / "report.html").read_text() and table(made, "ledger") == []
-    assert "Beside the paper" not in (analyze(study, tmp_path, CELLS[:1], paper=None) / "report.html").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.analyze import run
-from stages.report import page, style
+from stages.report import markup, style
 from stages.spec import Context
 from tests.stages.made_up_study import LENGTH, cell, inputs_of, spec_of, write_study
 
@@ -135,9 +135,10 @@ def test_colours_follow_the_readers_light_or_dark(text):
 
 
 def test_what_is_best_is_told_from_what_is_shown():
-    assert page._best_bold([2.004, 2.0, None, 3.0], style.perplexity) == ["<b>2.00</b>", "<b>2.00</b>", "–", "3.00"]
-    assert page._best_bold([2.0], style.perplexity) == ["2.00"]
-    assert page._best_bold([float("inf"), 2.0, 1.0], style.perplexity) == ["∞", "2.00", "<b>1.00</b>"]
+    assert markup.best_bold([2.004, 2.0, None, 3.0], style.perplexity) == ["<b>2.00</b>", "<b>2.00</b>", "–", "3.00"]
+    assert markup.best_bold([2.0], style.perplexity) == ["2.00"]
+    assert markup.best_bold([1.0, 2.0], style.perplexity, max) == ["1.00", "<b>2.00</b>"]
+    assert markup.best_bold([float("inf"), 2.0, 1.0], style.perplexity) == ["∞", "2.00", "<b>1.00</b>"]
 
 
 def test_a_models_colour_does_not_depend_on_its_company():
