@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stages.evaluate import TRAINED
 from stages.report.study import Run, Study
 
 FEWEST = {"parameters": 3, "tokens": 3, "both": 5}  # points of different sizes that a fit wants: always more than it has coefficients
@@ -20,13 +21,14 @@ Row = dict[str, Any]
 
 def points(study: Study) -> list[tuple[Run, float]]:
     """(run, loss in nats) of the compared cells on the headline set as trained."""
-    if study.headline is None:
+    where = study.headline
+    if where is None:
         return []
     found = [
         (run, row["nll"])
         for run in study.compared
         for row in run.perplexity
-        if (row["set"], row["length"], row["setting"]) == (*study.headline, "")
+        if (row["set"], row["length"], row["setting"]) == (*where, TRAINED)
     ]
     return [(run, nll) for run, nll in found if np.isfinite(nll) and nll > 0]
 

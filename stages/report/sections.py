@@ -24,6 +24,9 @@ NEEDLES = "niah"  # what the names of needles' groups begin with
 PAPERS = {"mesanet": "MesaNet’s", "palimpsa": "Palimpsa’s"}
 
 Columns = dict[str, dict[str, str]]  # title -> cell -> HTML
+BESIDE = 6  # columns of two numbers in a table
+INTERVALS = 4  # columns of a number and its interval
+OPEN = 24  # compared cells up to which long tables stand open
 
 
 def _note(text: str) -> str:
@@ -45,9 +48,15 @@ def _cells_table(page: Page, columns: Columns, *, caption: str = "", last: dict[
     return table([("model", "left"), *((title, "") for title in columns)], groups, caption=caption)
 
 
-def _in_pieces(columns: Columns) -> Iterable[Columns]:
+def _folded(page: Page, title: str, parts: list[str]) -> list[str]:
+    """Tables that are folded away where there are many cells; each is in a Parquet file too."""
+    opened = "<details open>" if len(page.compared) <= OPEN else "<details>"
+    return [opened, f"<summary>{escape(title)}</summary>", *parts, "</details>"] if parts else []
+
+
+def _in_pieces(columns: Columns, widest: int = WIDEST) -> Iterable[Columns]:
     """Columns in tables that fit the page."""
-    for piece in filled([{"columns": {title: column}} for title, column in columns.items()], WIDEST):
+    for piece in filled([{"columns": {title: column}} for title, column in columns.items()], widest):
         yield {title: column for block in piece for title, column in block["columns"].items()}
 
 
@@ -98,13 +107,15 @@ def downstream(page: Page) -> list[str]:
     parts = [heading("Downstream tasks"), _note(said)]
 
     means = [row for row in _shown(page, "groups") if not _needle(row)]
-    several = [row for row in means if row["tasks"] > 1]
+    most = {group: max(row["shots"] for row in those) for group, those in grouped(means, lambda row: row["group"])}
+    several = [row for row in means if row["tasks"] > 1 and row["shots"] == most[row["group"]]]
     if several:
         columns: Columns = {}
         for (group, shots), those in _sorted(several):
             columns[_title(_group_name(group), shots)] = _best(page, those, lambda row: "", max)
         uneven = any(len({row["members"] for row in those}) > 1 for _, those in _sorted(several))
-        parts += [_cells_table(page, piece, caption="Means over a group’s tasks") for piece in _in_pieces(columns)]
+        caption = "Means over a group’s tasks" + (", with the most examples that it was asked with" if any(most.values()) else "")
+        parts += [_cells_table(page, piece, caption=caption) for piece in _in_pieces(columns)]
         if uneven:
             parts.append(
                 _note("Not every cell was asked the same tasks of a group; <code>tables/groups.parquet</code> says which a mean is over.")
@@ -117,11 +128,12 @@ def downstream(page: Page) -> list[str]:
             columns[title] = _best(page, same, lambda row: f"<small>±{row['std']:.1f}</small>" if row["std"] is not None else "", max)
             if same[0]["chance"] is not None:
                 chance[title] = f"{same[0]['chance']:.1f}"
-        caption = f"{_group_name(group).capitalize()}: {_how(those)}"
-        parts += [
-            _cells_table(page, piece, caption=caption, last={t: chance.get(t, "0.0") for t in piece} if chance else None)
-            for piece in _in_pieces(columns)
+        widest = BESIDE if any(row["std"] is not None for row in those) else WIDEST
+        pieces = [
+            _cells_table(page, piece, last={title: chance.get(title, "0.0") for title in piece} if chance else None)
+            for piece in _in_pieces(columns, widest)
         ]
+        parts += _folded(page, f"{_group_name(group).capitalize()}: {_how(those)}", pieces)
     return parts
 
 
@@ -188,7 +200,7 @@ def split(page: Page) -> list[str]:
     differ = len({row["task"] for row in rows if row["paper"] and row["paper"] != row["study"]})
     said = "Global: the score rises with every one of these windows and none of them beats full attention; “here” at one scale and budget, “this study” at all of them. "
     said += f"{number(differ, 'task').capitalize()} {'falls' if differ == 1 else 'fall'} in the other group than the paper’s; differences within the tasks’ sampling error decide alike."
-    return [heading("Local and global tasks, by windows"), _note(said), table(head, groups)]
+    return [heading("Local and global tasks, by windows"), _note(said), *_folded(page, "Scores by window", [table(head, groups)])]
 
 
 def solved_tasks(page: Page) -> list[str]:
@@ -225,7 +237,12 @@ def differences(page: Page) -> list[str]:
     for text, those in grouped(rows, lambda row: row["set"]):
         columns[text] = {row["cell"]: f"{style.signed(row['difference'], 4)}<small>{_interval(row)}</small>" for row in those}
     said = f"Loss in nats per token minus the {name}’s on the same sequences at length {style.binary(page.study.length)}, with 95 % bootstrap intervals over sequences. Below zero is better; an interval holds nothing of another seed of the training."
-    return ["<h3>Against the baseline</h3>", _note(said), *(_cells_table(page, piece) for piece in _in_pieces(columns))]
+    pieces = [_cells_table(page, piece) for piece in _in_pieces(columns, INTERVALS)]
+    return [
+        "<h3>Against the baseline</h3>",
+        _note(said),
+        *_folded(page, f"NLL minus the {page.look.labels[page.study.parameters.baseline]}’s", pieces),
+    ]
 
 
 def _interval(row: Row) -> str:
@@ -305,9 +322,9 @@ def fits(page: Page) -> list[str]:
             lines.append(([*line, f"{row['residual']:.4f}" if row["fitted"] else "–"], not row["fitted"]))
         groups.append((page.named({"model": model}), lines))
     head = [("loss over", "left"), ("points", ""), ("exponent of parameters", ""), ("exponent of tokens", ""), ("residual", "")]
-    said = f"A power law through the loss on {escape(text)} at length {style.binary(length)}, without an irreducible part, which so few points cannot tell: it holds between these sizes and says nothing beyond. Intervals are over resampled sequences of the set, not over training again. Lines with fewer points than wanted are not fitted."
+    said = f"A power law through the loss on {escape(text)} at length {style.binary(length)}, without an irreducible part, which so few points could not tell: it holds between these sizes and says nothing beyond them. Intervals are over resampled sequences of the set, not over training again. Lines with fewer points than wanted are not fitted."
     figure = [page.figure("scaling")] if "scaling" in page.drawn else []
-    return [heading("Loss over scale"), *figure, _note(said), table(head, groups)]
+    return [heading("Loss over scale"), *figure, _note(said), *_folded(page, "Exponents", [table(head, groups)])]
 
 
 def _exponent(row: Row, name: str) -> str:
@@ -359,7 +376,7 @@ def beside_the_paper(page: Page) -> list[str]:
             name = f"{row['metric']} {style.binary(row['length'])}" if kind == "niah" else name
             columns.setdefault(_title(name, row["shots"] or 0), {})[row["cell"]] = _beside(row)
         where = f", length {style.binary(length)}" if length else f", {setting}" if setting else ""
-        parts += [_cells_table(page, piece, caption=KINDS[kind] + where) for piece in _in_pieces(columns)]
+        parts += _folded(page, KINDS[kind] + where, [_cells_table(page, piece) for piece in _in_pieces(columns, BESIDE)])
     return [*parts, *_not_run(rows)]
 
 
