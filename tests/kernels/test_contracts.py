@@ -251,7 +251,11 @@ def test_a_state_goes_on_with_its_own_document_only(name):
         given, start = to_torch(operation, xs, state, "float32", ids=np.full(2, own))
         results[own], end, _ = call(operation, given, start, ids, **options)
         assert end[-1].tolist() == [7, 7]
-    assert torch.equal(results[7], results[-1]) and torch.equal(results[3], fresh) and not torch.equal(results[7], fresh)
+    assert torch.equal(results[7], results[-1]) and error(results[7], fresh) > 1e-3
+    if BACKEND == "pallas" and operation.name == "attention":  # over a cache, it is the library's
+        assert error(results[3], fresh) <= TOLERANCES["same"]
+    else:
+        assert torch.equal(results[3], fresh)
 
 
 @every_operation

@@ -8,7 +8,8 @@ from models.backends.jax_ahead import INPUTS, Kernel
 
 NAMES = [name for name in INPUTS if "pallas" in kernels.backends(name)]
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
-SHAPES = [("bfloat16", 1, 6), ("bfloat16", 2, 12), ("float32", 1, 8)]  # rows a device, heads: those of the three scales
+SHAPES = [("bfloat16", 2, 12), ("float32", 1, 8), ("bfloat16", 1, 6)]  # rows a device, heads: those of the three scales
+COMPOSED = ("attention", "mlstm")  # of JAX's kernels, and of linear attention's
 OPTIONS = {"mesa": {"steps": 30, "eps": 1e-4}}
 ahead = pytest.mark.skipif(jax_ahead.missing() is not None, reason=str(jax_ahead.missing()))
 
@@ -19,10 +20,11 @@ def study(name: str, dtype: str, B: int, H: int) -> Kernel:
 
 
 @ahead
+@pytest.mark.parametrize("shapes", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_kernel_compiles_for_real_tpus(topology):
+def test_every_kernel_compiles_for_real_tpus(topology, shapes):
     """Within its memory: a launch states how much of a core's fast memory it may use, and the compiler refuses more."""
-    requests = [study(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name == "mlstm" else None]]  # mlstm: linear attention's
+    requests = [study(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name in COMPOSED and shapes == 2 else shapes]]
     for request, found in zip(requests, jax_ahead.ask(topology, requests), strict=True):
         assert found.error is None, (request, found.error)
         assert found.kernels >= 2 and found.chosen == {request.operation: "pallas"}, (request, found)
