@@ -1,7 +1,7 @@
 """Linear attention for TPUs: one program a chunk, the state in fast memory from one chunk of a row to the next.
 
 The maths is `kernels.linear_attention.chunked`'s. With bfloat16 q, k and v, operands of products are rounded to bfloat16 and summed in
-float32; with float32 all is float32. States and gates are float32.
+float32 (`precise` bfloat16 parts of each where it is given); with float32 all is float32. States and gates are float32.
 
 Shapes: B batch, T time, H heads, K key size, V value size, G = B H, N chunks, C chunk length.
 """
@@ -28,19 +28,19 @@ def linear_attention(
     return chunked.linear_attention(q, k, v, log_decay, beta, **options, run=differentiable)
 
 
-def forward(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk):
+def forward(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk, precise=None):
     (B, T, H, K), V = q.shape, v.shape[-1]
     inputs, (G, N) = _cut(q, k, v, log_decay, beta, sign, chunk)
     f32 = jnp.float32
     outputs = [by_chunk(new((G, N, chunk, V), v.dtype)), by_chunk(new((G, N, K, V), f32)), by_row(new((G, K, V), f32))]
     o, starts, last = mosaic.launch(
         _forward, G, N, [*inputs, by_row(S_BHKV.reshape(G, K, V))], outputs, products=chunk * (chunk * (K + V) + 2 * K * V),
-        like=q, scale=scale, precise=_precise(q),
+        like=q, scale=scale, precise=precise or _precise(q),
     )  # fmt: skip
     return (mosaic.join(o, B, T), last.reshape(B, H, K, V)), (starts,)
 
 
-def backward(inputs, residuals, gradients, *, scale, chunk):
+def backward(inputs, residuals, gradients, *, scale, chunk, precise=None):
     q, k, v, log_decay, beta, sign, S_BHKV = inputs
     (starts,), (do, dlast) = residuals, gradients
     (B, T, _, K), V = q.shape, v.shape[-1]
@@ -51,7 +51,7 @@ def backward(inputs, residuals, gradients, *, scale, chunk):
     given = [*operands, by_chunk(starts), by_chunk(mosaic.split(do, chunk)), by_row(dlast.reshape(G, K, V))]
     results = mosaic.launch(
         _backward, G, N, given, outputs, products=chunk * (chunk * (3 * K + 2 * V) + 5 * K * V), reverse=True, like=q, scale=scale,
-        precise=_precise(q),
+        precise=precise or _precise(q),
     )  # fmt: skip
     *results, dS = results
     dq, dk, dv, dlog_decay, dbeta = (None if x is None else mosaic.join(x, B, T) for x in results)

@@ -35,7 +35,8 @@ def through_linear_attention(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH,
     )  # float32, for what is read is not rounded
     S_BHKX = jnp.concatenate((C_BHKV, n_BHK[..., None]), -1)
     gates = log_decay + (before_BTH - m_BTH), jnp.exp(log_input - m_BTH)
-    read, S_BHKX = linear.differentiable(q, k, values, *gates, None, S_BHKX, scale=1.0, chunk=chunk)
+    precise = 2 if q.dtype == jnp.bfloat16 else 3  # o is a quotient of two things read: 8 bits of each would be too few
+    read, S_BHKX = linear.differentiable(q, k, values, *gates, None, S_BHKX, scale=1.0, chunk=chunk, precise=precise)
     return normalised(read[..., :V], read[..., V], m_BTH), S_BHKX[..., :V], S_BHKX[..., V], m_BTH[:, -1]
 
 
