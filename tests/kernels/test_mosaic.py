@@ -21,7 +21,7 @@ def study(name: str, dtype: str, B: int, H: int) -> Kernel:
 
 @ahead
 @pytest.mark.parametrize("shapes", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", [TOPOLOGIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TOPOLOGIES[1:])])
 def test_every_kernel_compiles_for_real_tpus(topology, shapes):
     """Within its memory: a launch states how much of a core's fast memory it may use, and the compiler refuses more."""
     requests = [study(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name in COMPOSED and shapes == 2 else shapes]]
@@ -31,6 +31,7 @@ def test_every_kernel_compiles_for_real_tpus(topology, shapes):
         assert found.flops > 0 and found.bytes > 0, "the cost estimates are in the program"
 
 
+@pytest.mark.slow
 @ahead
 def test_other_head_sizes_compile():
     """Palimpsa's heads, and the largest: what is not a multiple of 128 is the compiler's to pad."""
