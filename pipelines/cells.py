@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from models import internals
 from models.backbone import Model
 from pipelines import tuning
 from pipelines.params import Cell, Params, cells
@@ -85,6 +86,8 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
 
         settings = {name: setting.options() for name, setting in params.evaluation.settings.items() if takes(model, setting)}
         evaluation = plain(params.evaluation) | what | {"settings": settings}
+        if not internals.can(model):
+            evaluation.pop("internals", None)
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
         if tasks := asked(params, cell, set(settings), versions["tasks"]):

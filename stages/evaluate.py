@@ -13,6 +13,8 @@ A loss that is not a number, from a model that fails there, counts as infinite.
 Tasks. A task's items are asked as stages/tasks/ has it, at each of its numbers of shots: unit `<task>@<shots>[-<setting>]`, with
 tasks.parquet (an item and draw a row) and scores.parquet.
 
+Internals. Where `internals` is not 0 and a layer can say what it does inside (Mesa), unit `internals`: see stages/internals.py.
+
 Units. One per set, length and setting, and one per task, number of shots and setting, each with its key: of the weights, the set or
 items, the length or the task's own parameters, the setting and the code's versions. Only those that are missing are computed.
 
@@ -24,13 +26,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from stages import artifact, engine, initial, measures, provenance, schemas, units
+from stages import artifact, engine, initial, internals, measures, provenance, schemas, units
 from stages.command import main
 from stages.spec import Context, Spec, Stopped, Strict
 from stages.tasks.entry import SCHEMAS, Scoring
@@ -78,11 +81,13 @@ class Evaluation(Strict):
     """`evaluation:` of params.yaml.
 
     lengths: of the windows that documents are cut into. settings: name -> how solvers run, each evaluated besides as trained.
+    internals: validation sequences on which layers that can are looked at inside; 0: none.
     batch_tokens: tokens scored at once; never in a spec (nor in `model_dump`), since it changes no result beyond rounding.
     """
 
     lengths: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     settings: dict[Name, Setting] = {}
+    internals: int = Field(default=0, ge=0)
     batch_tokens: int = Field(default=BATCH_TOKENS, ge=1, exclude=True)
 
     @model_validator(mode="after")
@@ -112,6 +117,7 @@ class Parameters(Strict):
     precision: engine.Precision = "float32"
     lengths: list[Annotated[int, Field(ge=1)]]
     settings: dict[Name, Setting] = {}
+    internals: int = Field(default=0, ge=0)
     tasks: dict[str, Asked] = {}
 
 
@@ -171,6 +177,16 @@ class TaskUnit:
         return (f"items/{self.task}", f"items/{self.task}.examples")
 
 
+@dataclass(frozen=True)
+class InternalsUnit:
+    """What a model's layers do inside, on the first `sequences` validation rows."""
+
+    sequences: int
+    key: str
+    name: str = internals.NAME
+    input: str = VALIDATION
+
+
 def takes(model: Model, setting: Setting) -> bool:
     """Whether some layer of the model has what a setting sets."""
     return any(set(setting.options()) <= set(layer.options()) for layer in model.layers)
@@ -216,9 +232,24 @@ def task_units(spec: Spec, parameters: Parameters, model: Model) -> list[TaskUni
     return found
 
 
+def internals_units(spec: Spec, parameters: Parameters, model: Model) -> list[InternalsUnit]:
+    """The unit of the model's internals, where some are wanted, there are validation rows, and a layer has any."""
+    from models import internals as inside
+
+    if not parameters.internals or VALIDATION not in spec.inputs or not inside.can(model):
+        return []
+    depends_on = {
+        "weights": spec.inputs["weights"],
+        "set": spec.inputs[VALIDATION],
+        "internals": parameters.internals,
+        "code": internals.VERSION,
+    }
+    return [InternalsUnit(parameters.internals, spec.unit_key(**depends_on))]
+
+
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
     """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet) and `<task>@<shots>[-<setting>]/` (tasks and
-    scores.parquet), and over all of them perplexity.parquet, as trained, positions.parquet and, where there are tasks, scores.parquet.
+    scores.parquet), `internals/` (internals.parquet), and over all of them perplexity.parquet, as trained, positions.parquet and, where there are tasks, scores.parquet.
 
     inputs: "weights", "validation", "evaluation/<set>", "items/<task>", "vocabulary" (for tasks): their folders. context.settings: batch_tokens, backend, compile.
     Raises Stopped when asked to stop; the units that are complete are kept.
@@ -233,7 +264,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         raise ValueError(f"This evaluation's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
     entry = initial.trained_entry(inputs["weights"], parameters.model)
     model = models.build(entry, parameters.scale, vocab_size=parameters.vocab_size, backend=engine.backend(context))
-    wanted = [*units_of(spec, parameters, model), *task_units(spec, parameters, model)]
+    wanted = [*units_of(spec, parameters, model), *task_units(spec, parameters, model), *internals_units(spec, parameters, model)]
     missing = [unit for unit in wanted if not units.complete(out / unit.name, unit.key)]
     needed = {"weights", *(name for unit in missing for name in _inputs(unit, spec))} if missing else set()
     digests = {name: artifact.read(inputs[name], key=key, content=name in needed)["digest"] for name, key in spec.inputs.items()}
@@ -250,6 +281,8 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
                 with units.making(out / unit.name, key=unit.key, stage=spec.stage, inputs=given) as folder:
                     if isinstance(unit, TaskUnit):
                         scorer.ask(unit, folder, inputs)
+                    elif isinstance(unit, InternalsUnit):
+                        scorer.look(unit, folder, _rows(inputs[unit.input], parameters))
                     else:
                         _make(unit, folder, _sequences(unit, inputs[unit.input], parameters), scorer)
                     context.fence()
@@ -261,9 +294,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         context.progress(step=len(wanted), of=len(wanted))
 
 
-def _inputs(unit: Unit | TaskUnit, spec: Spec) -> list[str]:
+def _inputs(unit: Unit | TaskUnit | InternalsUnit, spec: Spec) -> list[str]:
     """The names of the inputs, beside the weights, that a unit is made from."""
-    if isinstance(unit, Unit):
+    if not isinstance(unit, TaskUnit):
         return [unit.input]
     return ["vocabulary", *(name for name in unit.inputs if name in spec.inputs)]
 
@@ -384,6 +417,25 @@ class Scorer:
             items=tasks.load(inputs[items], schema),
             examples=tasks.load(inputs[examples], schema) if examples in inputs else None,
             engine=engine,
+        )
+
+    def look(self, unit: InternalsUnit, folder: Path, sequences: Iterator[Sequence]) -> None:
+        """Look at what layers do inside and write the unit's file into `folder`."""
+        began = time.perf_counter()
+
+        def seen(number: int) -> None:
+            self._poll()
+            self._show(items_per_second=number / (time.perf_counter() - began))
+
+        model = self.trainer.model
+        internals.make(
+            folder,
+            key=unit.key,
+            model=model,
+            params=model.framework.to_arrays(self.trainer.weights(), self.device),
+            sequences=[(one.tokens[:-1], one.segments) for one in islice(sequences, unit.sequences)],
+            dtype=model.ops.bfloat16 if self.parameters.precision == "bfloat16" else None,
+            seen=seen,
         )
 
     def _poll(self) -> None:
@@ -546,7 +598,7 @@ def _write(path: Path, name: str, key: str, data: dict[str, Any] | list[dict[str
     return schemas.write(path, make(data, schema=schemas.schema(name)), name=name, key=key)
 
 
-def _collect(out: Path, wanted: list[Unit | TaskUnit], key: str) -> dict[str, str]:
+def _collect(out: Path, wanted: list[Unit | TaskUnit | InternalsUnit], key: str) -> dict[str, str]:
     """Write the files over all units. Returns the digest of every file of the artifact, by its name."""
     import pyarrow as pa
 

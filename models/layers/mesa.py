@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
+
 from kernels import mesa as kernel
 from models.layers.layer import TRAINING, Array, precise, product
 from models.layers.matrix import MatrixLayer, readout_flops
@@ -90,6 +92,43 @@ class Mesa(MatrixLayer):
         """Means over tokens and heads: steps taken, the true residual ||q - (H + Lambda) q*|| / ||q||, gamma."""
         facts = {"cg_steps": info[0]["steps"], "cg_residual": info[0]["residual"], "gamma": ops.exp(ops.stop_gradient(operands[0]))}
         return {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
+
+    def internals(
+        self, p: dict[str, Array], x_BTD: Array, positions: tuple[int, ...], segments: Array | None = None, *, tolerance: float, ops: ModuleType
+    ) -> dict[str, Array]:  # fmt: skip
+        """What the heads do on the normalised stream x, for looking at (MesaNet, appendix O), all float32.
+
+        gamma, beta, steps, cosine: [B, T, H]; the steps that bring a token's residual to `tolerance` of its first one, and the cosine of what
+        is read with and without the solve. system: [B, P, H, K, K], H_t + Lambda behind the tokens `positions`, counted from 1. lambda: [H, K].
+        """
+        q, k, v, (log_decay, beta, lam), *_ = self._inputs(p, x_BTD, None, segments, ops=ops)
+        given = (q, k, v, log_decay, beta, lam)
+        enough = {"steps": self.key_size, "eps": tolerance, "criterion": "r0", "start": self.start}
+        steps = self.operation(*given, **enough, segments=segments)[2]["steps"]
+        with_solve, without = (
+            precise(self.operation(*given, **self.settings() | {"solve": solve}, segments=segments)[0], ops=ops) for solve in (True, False)
+        )
+        lengths = ops.sqrt(ops.sum(with_solve * with_solve, -1) * ops.sum(without * without, -1))
+        return {
+            "gamma": ops.exp(log_decay),
+            "beta": beta,
+            "steps": ops.cast(steps, ops.float32),
+            "cosine": ops.sum(with_solve * without, -1) / ops.maximum(lengths, 1e-30),
+            "system": ops.stack([self._system(k, log_decay, beta, lam, t, segments, ops=ops) for t in positions], 1),
+            "lambda": lam,
+        }
+
+    def _system(
+        self, k_BTHK: Array, log_decay_BTH: Array, beta_BTH: Array, lam_HK: Array, t: int, segments: Array | None, *, ops: ModuleType
+    ) -> Array:  # fmt: skip
+        """H_t + Lambda [B, H, K, K]: the sum over s <= t of beta_s k_s k_s^T, decayed from s to t."""
+        k_BTHK, since_BTH = precise(k_BTHK[:, :t], ops=ops), ops.cumsum(log_decay_BTH[:, :t], 1)
+        weight_BTH = ops.exp(since_BTH[:, -1:] - since_BTH) * beta_BTH[:, :t]
+        if segments is not None:
+            weight_BTH = weight_BTH * ops.cast(segments[:, :t, None] == segments[:, t - 1 : t, None], ops.float32)
+        h_BHKL = ops.einsum("bthk,bthl->bhkl", weight_BTH[..., None] * k_BTHK, k_BTHK, precision="highest")
+        identity_KL = ops.array(np.eye(self.key_size), ops.float32, lam_HK)
+        return h_BHKL + lam_HK[:, :, None] * identity_KL
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """The common block's, H's update, and for each step taken 4CK + 2K^2 a head, forward and, in training, once more backward
