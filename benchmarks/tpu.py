@@ -6,7 +6,7 @@ and tokens a second from an estimate that is an upper bound: dense products at D
 
 MFLOP and MB are what a kernel tells XLA (Mesa's as if every token took all 30 steps; JAX's own attention tells nothing).
 Assumptions: Mesa takes MESA_STEPS steps of its solver (the paper's inputs take 5 to 9 at eps 1e-4); copies between HBM and fast memory go on
-beside the bundles; communication between chips is hidden.
+beside the bundles; communication between chips is hidden, and what rematerialised blocks compute again is not counted.
 """
 
 from __future__ import annotations
