@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +58,15 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         extrapolation,
         cg_inference,
         cg_training,
+        inside,
         scale,
     )
     found = {}
     with matplotlib.rc_context(LOOK):
         for make in makers:
             for name, figure, caption in make(study, tables, look):
-                found[name] = Drawing(_png(figure), _svg(figure), caption)
+                svg = _svg(figure)
+                found[name] = Drawing(_png(figure), _fixed(svg) if make is inside else svg, caption)
     return found
 
 
@@ -78,6 +81,17 @@ def _svg(figure: Figure) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return file.getvalue()
+
+
+def _fixed(svg: str) -> str:
+    """Colours of a map as they are, which the page would otherwise adapt to light and dark."""
+    themed = {INK, FAINT, GRID, "#ffffff"}
+
+    def rgb(found: re.Match[str]) -> str:
+        colour = found.group()
+        return colour if colour in themed else f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
+
+    return re.sub(r"#[0-9a-f]{6}\b(?!\.)", rgb, svg)
 
 
 # --- the parts of a figure --------------------------------------------------------------------------------------------
@@ -393,6 +407,63 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
             figure,
             "Perplexity of the first k tokens of long documents. Past the dotted line lie lengths never seen in training; a curve that leaves the frame has failed there.",
         )
+
+
+SHADES = 32  # of a map's colours
+
+
+INSIDE = {  # column -> title, colours, whether they are logarithmic
+    "gamma": ("forget gate γ", "cividis", False), "beta": ("write gate β", "cividis", False), "lambda_mean": ("Λ, mean", "cividis", False),
+    "condition": ("condition of H + Λ", "magma_r", True), "steps": ("CG steps to 10⁻³", "magma_r", False), "cosine": ("cosine to no solve", "cividis", False),
+}  # fmt: skip
+
+
+def inside(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """What a cell's Mesa heads do: maps over blocks and heads, those of a block that forget most first. A figure a cell."""
+    for run in study.compared:
+        rows = _of(tables["internals"], cell=run.cell.cell)
+        if not rows:
+            continue
+        blocks, lasts = (sorted({row[name] for row in rows}) for name in ("block", "position"))
+        maps: dict[str, list[list[float]]] = {name: [] for name in INSIDE}
+        for block in blocks:
+            own = {
+                head: [row for row in rows if (row["block"], row["head"]) == (block, head)]
+                for head in {row["head"] for row in rows if row["block"] == block}
+            }
+            mean = {head: {name: _over_bins(those, name) for name in INSIDE} for head, those in own.items()}
+            order = sorted(own, key=lambda head, mean=mean: (mean[head]["gamma"], head))
+            for name in INSIDE:
+                maps[name].append([mean[head][name] for head in order])
+        figure = Figure(figsize=(WIDTH, 2 * (0.75 + min(2.4, 0.16 * max(len(blocks), 6)))), layout="constrained")
+        for ax, (name, (title, colours, logarithmic)) in zip(figure.subplots(2, 3).flat, INSIDE.items(), strict=True):
+            widest = max(map(len, maps[name]))
+            values = np.array([line + [math.nan] * (widest - len(line)) for line in maps[name]])
+            ax.grid(False)
+            image = ax.pcolormesh(values, cmap=matplotlib.colormaps[colours].resampled(SHADES), norm="log" if logarithmic else None)
+            ax.invert_yaxis()
+            ax.set_title(title)
+            named = [(ax.xaxis, range(1, widest + 1)), (ax.yaxis, blocks)]
+            for axis, names in named:
+                kept = range(0, len(names), math.ceil(len(names) / 7))
+                axis.set_ticks([place + 0.5 for place in kept], [str(names[place]) for place in kept])
+            if ax.get_subplotspec().is_last_row():
+                ax.set_xlabel("head, by mean γ")
+            if ax.get_subplotspec().is_first_col():
+                ax.set_ylabel("block")
+            bar = figure.colorbar(image, ax=ax, pad=0.03, aspect=14)
+            bar.outline.set_visible(False)
+        name = f"{look.labels[run.cell.model]} ({style.place(*run.place)})"
+        caption = f"What the Mesa heads of {name} do on {rows[0]['sequences']} validation sequences of length {style.binary(lasts[-1])}: means over positions, the condition at the last one. Heads are ordered by their mean γ in each block."
+        yield f"internals-{run.cell.cell}", figure, caption
+
+
+def _over_bins(rows: list[Row], name: str) -> float:
+    """A head's mean over positions; its condition at the last."""
+    if name == "condition":
+        return max(rows, key=lambda row: row["position"])["condition"]
+    sizes = np.array([row["position"] - row["first"] + 1 for row in rows])
+    return float(np.average(_column(rows, name), weights=sizes))
 
 
 def scale(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:

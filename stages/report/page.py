@@ -40,7 +40,7 @@ def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -
             sections.domains(page),
         ),
         *(page.loss(), page.positions(), page.extrapolation()),
-        *(sections.downstream(page), sections.needles(page), sections.split(page), page.cg(), sections.fits(page)),
+        *(sections.downstream(page), sections.needles(page), sections.split(page), page.cg(), sections.inside(page), sections.fits(page)),
         *(page.throughput(), sections.beside_the_paper(page), page.made_from()),
     )
     colours = [*dict.fromkeys([*look.colours.values(), *page.inks()])]

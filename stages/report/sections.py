@@ -298,6 +298,28 @@ def learning_rates(page: Page) -> list[str]:
     ]
 
 
+def inside(page: Page) -> list[str]:
+    """What Mesa's heads do: the costliest cell's maps, and each cell's means with the range over heads."""
+    rows = page.tables["internals"]
+    shown = [name for name in page.drawn if name.startswith("internals-")]
+    if not shown:
+        return []
+    costliest = max(shown, key=lambda name: page.cell[name.removeprefix("internals-")]["flops"])
+    last = max(row["position"] for row in rows)
+    lines = []
+    for cell, those in grouped(rows, lambda row: row["cell"]):
+        end = [row for row in those if row["position"] == max(row["position"] for row in those)]
+        ranges = [f"{min(row[name] for row in end):{form}} to {max(row[name] for row in end):{form}}" for name, form in INSIDE.items()]
+        lines.append(([escape(cell), *ranges], page.cell[cell]["group"] == "sweep"))
+    head = [("cell", "left"), *((title, "") for title in ("γ", "β", "CG steps to 10⁻³", "cosine to no solve", "condition of H + Λ"))]
+    said = f"The least and the greatest of all heads, over the last positions of the sequences (up to {style.binary(last)}); every bin of positions is in <code>tables/internals.parquet</code>."
+    parts = [heading("Inside Mesa’s heads"), page.figure(costliest), _note(said), table(head, [("", lines)])]
+    return parts + ([_note("The same figure of the other cells is in <code>figures/internals-*.png</code>.")] if len(shown) > 1 else [])
+
+
+INSIDE = {"gamma": ".3f", "beta": ".3f", "steps": ".1f", "cosine": ".2f", "condition": ".3g"}
+
+
 # --- over scale -------------------------------------------------------------------------------------------------------
 
 

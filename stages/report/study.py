@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's results. history: column -> values, a step each. perplexity, domains, scores: the rows of its evaluation's tables."""
+    """One cell's results. history: column -> values, a step each. perplexity, domains, scores, internals: the rows of its evaluation's tables."""
 
     cell: Cell
     history: dict[str, np.ndarray]
@@ -27,6 +27,7 @@ class Run:
     folder: Path
     domains: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    internals: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -69,7 +70,7 @@ class Run:
 
 def _rows_of(evaluation: Path, name: str) -> list[dict[str, Any]]:
     """A table that an evaluation has where there is something in it."""
-    file = f"{name}.parquet"
+    file = f"internals/{name}.parquet" if name == "internals" else f"{name}.parquet"
     return schemas.read(evaluation / file, name).to_pylist() if file in artifact.read(evaluation)["files"] else []
 
 
@@ -112,7 +113,7 @@ class Study:
                     {name: columns[name].to_numpy(zero_copy_only=False) for name in columns.column_names},
                     schemas.read(inputs[evaluation] / "perplexity.parquet", "perplexity").to_pylist(),
                     inputs[evaluation],
-                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores")),
+                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores", "internals")),
                 )
             )
         return cls(parameters, spec, runs, digests)

@@ -274,6 +274,13 @@ def cg_positions(study: Study) -> pa.Table:
     return _table(rows(), CG | DIFFERENCE | {"mean_so_far": pa.float64()})
 
 
+def internals(study: Study) -> pa.Table:
+    """What Mesa's heads do, by block, head and bin of positions first..position: see stages/internals.py."""
+    kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
+    kinds |= dict.fromkeys(("gamma", "beta", "steps", "cosine", "condition", "lambda_low", "lambda_mean", "lambda_high"), pa.float64())
+    return _table((run.names | row for run in study.runs for row in run.internals), NAMES | kinds)
+
+
 # --- downstream -----------------------------------------------------------------------------------------------------
 
 ASKED = {"group": pa.string(), "task": pa.string(), "setting": pa.string(), "shots": pa.int64()}
@@ -346,6 +353,7 @@ TABLES: dict[str, Callable[[Study], pa.Table]] = {
     "mean_so_far": mean_so_far,
     "cg_sweep": cg_sweep,
     "cg_positions": cg_positions,
+    "internals": internals,
     "tasks": tasks,
     "groups": groups,
     "split": split,

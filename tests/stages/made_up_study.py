@@ -121,7 +121,7 @@ def score(task: str, value: float, group: str | None = None, **more: Any) -> dic
 
 def write_evaluation(
     out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int, str], list[np.ndarray]], *, scores: list[dict[str, Any]] | None = None,
-    domains: list[dict[str, Any]] | None = None,
+    domains: list[dict[str, Any]] | None = None, internals: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """An evaluation's folder: a unit a (set, length, setting), and the collected tables."""
     made_by = key("evaluate", cell["cell"])
@@ -167,11 +167,27 @@ def write_evaluation(
         )
     schema = schemas.schema("perplexity")
     schemas.write(out / "perplexity.parquet", pa.Table.from_pylist(rows, schema), name="perplexity", key=made_by)
-    for name, more in (("scores", scores), ("domains", domains)):
+    for name, more in (("scores", scores), ("domains", domains), ("internals", internals)):
         if more:
-            schemas.write(out / f"{name}.parquet", pa.Table.from_pylist(more, schemas.schema(name)), name=name, key=made_by)
+            file = out / ("internals" if name == "internals" else "") / f"{name}.parquet"
+            schemas.write(file, pa.Table.from_pylist(more, schemas.schema(name)), name=name, key=made_by)
     files = [str(path.relative_to(out)) for path in out.rglob("*.parquet")]
     artifact.write(out, key=made_by, stage="evaluate", files=files, inputs={})
+
+
+def made_up_internals(cell: dict[str, Any], *, blocks: int = 4, heads: int = 6, length: int = LENGTH) -> list[dict[str, Any]]:
+    """In every block one head forgets little, and its system's condition grows along the sequence."""
+    random, lasts, rows = seeded(cell["cell"], "internals"), [1, 16, length], []
+    for block, head in np.ndindex(blocks, heads):
+        gamma, lam = (0.997, 0.6) if head == block % heads else (random.uniform(0.5, 0.95), random.uniform(0.7, 1.5))
+        for first, last in zip([1, 2, 17], lasts, strict=True):
+            grown = min(last, 1 / (1 - gamma)) / lam
+            rows.append({
+                "block": block, "head": head, "first": first, "position": last, "sequences": 8, "gamma": gamma, "beta": random.uniform(0.2, 0.9),
+                "steps": 2 + np.log1p(grown), "cosine": 1 - 0.4 / (1 + grown), "condition": 1 + grown, "lambda_low": 0.9 * lam, "lambda_mean": lam,
+                "lambda_high": 1.1 * lam,
+            })  # fmt: skip
+    return rows
 
 
 def write_study(
@@ -179,19 +195,20 @@ def write_study(
     scores: dict[str, list[dict[str, Any]]] | None = None, domains: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Histories and evaluations of cells under a study's folder. sets: text set -> lengths. sweep_on: the model evaluated at other CG settings.
-    scores: of tasks, by model. domains: those of the first set's documents."""
+    It has internals too. scores: of tasks, by model. domains: those of the first set's documents."""
     for one in cells:
         write_history(root / f"history/{one['cell']}.parquet", one)
         settings = SETTINGS if one["model"] == sweep_on else [""]
         nlls = {
             (text, length, s): made_up_nlls(one, text, length, s) for text, lengths in sets.items() for length in lengths for s in settings
         }
+        inside = made_up_internals(one) if one["model"] == sweep_on else None
         first = next((text, lengths[0]) for text, lengths in sets.items())
         of = [
             {"set": first[0], "source": source, "length": first[1], "setting": "", "sequences": 12, "tokens": 3000, "nll": 3.0 + i / 8, "perplexity": float(np.exp(3.0 + i / 8))}
             for i, source in enumerate(domains)
         ]  # fmt: skip
-        write_evaluation(root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of)
+        write_evaluation(root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of, internals=inside)
 
 
 def spec_of(cells: list[dict[str, Any]], **analysis: Any) -> Spec:
