@@ -99,8 +99,9 @@ def downstream(page: Page) -> list[str]:
     if not rows:
         return []
     said = "Scores in per cent, BLEU in its points; higher is better, and the best of each group of cells is bold. Grey is no better than chance: within two standard errors of it, or nothing right."
-    dropped = sum(row["shots_dropped"] for row in rows)
-    if dropped:
+    if all(row["at_chance"] for row in rows):
+        said += " Here no cell is better than chance on any task."
+    if dropped := sum(row["shots_dropped"] for row in rows):
         said += f" {dropped:,} few-shot examples did not fit in a model’s window and were left out."
     if cut := sum(row["answers_cut"] for row in rows):
         said += f" Of the prompts that were too long, {cut:,} lost their answer; they count as wrong or right like others."
@@ -167,13 +168,14 @@ def needles(page: Page) -> list[str]:
     rows = [row for row in _shown(page, "groups") if _needle(row)]
     if not rows:
         return []
-    columns = {
-        group.removeprefix(NEEDLES).strip("-_").replace("-", " ") or "all": _best(page, those, lambda row: f"<small>±{row['std']:.1f}</small>" if row["std"] is not None else "", max)
-        for (group, _), those in _sorted(rows)
-    }  # fmt: skip
+    columns: Columns = {}
+    for (group, _), those in _sorted(rows):
+        title = group.removeprefix(NEEDLES).strip("-_").replace("-", " ") or those[0]["members"]
+        columns[title] = _best(page, those, lambda row: f"<small>±{row['std']:.1f}</small>" if row["std"] is not None else "", max)
     most = max(row["tasks"] for row in rows)
     said = "Per cent of hidden values that the model repeats when it is asked for them"
     said += f"; mean ± standard deviation over {most} types of key and value." if most > 1 else "."
+    said += " Here no value is ever found." if not any(row["score"] for row in rows) else ""
     return [heading("Needles in haystacks"), _note(said), *(_cells_table(page, piece) for piece in _in_pieces(columns))]
 
 
