@@ -208,7 +208,9 @@ def write_study(
             {"set": first[0], "source": source, "length": first[1], "setting": "", "sequences": 12, "tokens": 3000, "nll": 3.0 + i / 8, "perplexity": float(np.exp(3.0 + i / 8))}
             for i, source in enumerate(domains)
         ]  # fmt: skip
-        write_evaluation(root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of, internals=inside)
+        write_evaluation(
+            root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of, internals=inside
+        )
 
 
 def spec_of(cells: list[dict[str, Any]], **analysis: Any) -> Spec:

@@ -364,7 +364,7 @@ def test_parameters_that_make_no_sense_are_refused(out, study, change):
 
 
 def test_batch_tokens_are_no_identity():
-    assert evaluate.Evaluation(lengths=[8], batch_tokens=5).model_dump() == {"lengths": [8], "settings": {}}
+    assert evaluate.Evaluation(lengths=[8], batch_tokens=5).model_dump() == {"lengths": [8], "settings": {}, "internals": 0}
 
 
 def test_alone_on_the_command_line(out, study, tmp_path):

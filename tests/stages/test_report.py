@@ -84,7 +84,11 @@ def test_elements_nest_and_ids_are_unique(read):
 
 def test_every_figure_is_in_the_page_and_has_a_caption(out, text, read):
     drawn = {path.stem for path in (out / "figures").iterdir()}
-    assert {"loss", "loss_difference", "positions", "extrapolation", "cg_inference-mesa-nano-1m", "internals-mesa-nano-1m"} == drawn <= set(read.ids)
+    assert (
+        {"loss", "loss_difference", "positions", "extrapolation", "cg_inference-mesa-nano-1m", "internals-mesa-nano-1m"}
+        == drawn
+        <= set(read.ids)
+    )
     assert text.count("<svg ") == text.count("<figcaption>") == text.count('role="img" aria-label="') == len(drawn)
     for path in (out / "figures").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and b"Software" not in path.read_bytes()[:2000]
