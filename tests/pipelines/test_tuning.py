@@ -83,7 +83,7 @@ def test_a_warm_up_of_its_own_may_be_the_only_one_that_fits(study):
 
 @pytest.mark.slow
 def test_a_source_is_trained_first(study, tmp_path, monkeypatch):
-    study["tracking"], remembered = None, []
+    study["tracking"], study["tasks"], remembered = None, {}, []
     for source in study["data"]["sources"].values():
         source["files"] = [str(ROOT / name) for name in source["files"]]
     with (tmp_path / "params.yaml").open("w") as file:
