@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pipelines.head import caller
 from pipelines.store import Store
 from stages.spec import Spec
 
-STAGES = ("vocabulary", "tokenize", "pack", "train", "evaluate")  # analyze alone is DVC's to ask for: it is last and takes seconds
+STAGES = ("vocabulary", "tokenize", "pack", "items", "train", "evaluate")  # analyze alone is DVC's to ask for: it is last and takes seconds
 FLAGS = ("-q", "--quiet", "-v", "--verbose", "-k", "--keep-going", "--no-commit", "-P", "--all-pipelines", "-p", "--pipeline")
 
 Cells = list[tuple[str, str]]  # (stage, cell)
@@ -25,6 +26,21 @@ def whole_study(folder: Path = Path(".")) -> bool:
     targets = [word for word in words[words.index("repro") + 1 :] if word not in FLAGS]
     started = Path(caller().cwd())
     return all(Path(word).name == "dvc.yaml" and (started / word).resolve() == (folder / "dvc.yaml").resolve() for word in targets)
+
+
+def room_here(context: dict[str, Any]) -> bool:
+    """Whether this machine has room for two of the study's workers at once. With room for one, DVC's own order serves as well, and shows what runs."""
+    from pipelines.nodes import accelerators
+
+    here = accelerators()
+
+    def at_once(worker: dict[str, Any]) -> int:
+        chip = worker["chip"]
+        chips = here.get(chip["kind"], 0) // worker["count"] if chip and chip["kind"] != "cpu" else None
+        cpus = (os.cpu_count() or 1) // worker["cpus"]
+        return cpus if chips is None else min(chips, cpus)
+
+    return max(at_once(worker) for worker in context["workers"].values()) > 1
 
 
 def unmade(context: dict[str, Any], store: Store, folder: Path = Path(".")) -> Cells:

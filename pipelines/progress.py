@@ -86,7 +86,12 @@ class Progress:
 def describe(line: dict[str, Any], left: float | None = None) -> str:
     """A progress line in words: "120/244  loss 4.213  85.2k tokens/s  MFU 41.0%  2:10 left"."""
     facts = [f"{line['step']:,}/{line['of']:,}"]
-    for name, form in (("loss", "loss {:.3f}"), ("tokens_per_second", "{} tokens/s"), ("items_per_second", "{} items/s"), ("mfu", "MFU {:.1%}")):
+    for name, form in (
+        ("loss", "loss {:.3f}"),
+        ("tokens_per_second", "{} tokens/s"),
+        ("items_per_second", "{} items/s"),
+        ("mfu", "MFU {:.1%}"),
+    ):
         if (value := line.get(name)) is not None:
             facts.append(form.format(short(value) if name.endswith("_per_second") else value))
     if left is not None:

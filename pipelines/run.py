@@ -200,9 +200,9 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
 
 def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address) -> None:
     """Let the rest of the study run ahead of DVC's asking; say so when there is something new."""
-    from pipelines import approval, jobs
+    from pipelines import ahead, approval, jobs
 
-    if not rest or not context["ahead"]:
+    if not rest or not context["ahead"] or (address.local and not ahead.room_here(context)):
         return
     requests = (request(stage, cell, Spec.load(workspace.spec_file(stage, cell)), context, store) for stage, cell in rest)
     if jobs.release(requests, address, at_once=context["ahead"]):

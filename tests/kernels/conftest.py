@@ -20,6 +20,16 @@ def uninitialised_memory_is_nan():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def interpreted_programs_are_let_go():
+    """Each Pallas kernel that is interpreted is a program of its own; thousands of them exhaust a process's memory maps."""
+    yield
+    if os.environ.get("STRATA_KERNELS") == "pallas":
+        import jax
+
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def where_the_kernels_run():
     """STRATA_KERNELS=triton, not interpreted: everything on the card."""

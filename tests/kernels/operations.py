@@ -63,7 +63,17 @@ class Operation:
     state: Callable[[np.random.Generator, Sizes], tuple[np.ndarray, ...]]
     fixed: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
-    float32: tuple[str, ...] = ("log_decay", "beta", "lam", "prior", "sign", "log_input", "log_a", "weight", "bias")  # float32 at least, whatever q's dtype
+    float32: tuple[str, ...] = (
+        "log_decay",
+        "beta",
+        "lam",
+        "prior",
+        "sign",
+        "log_input",
+        "log_a",
+        "weight",
+        "bias",
+    )  # float32 at least, whatever q's dtype
     backend: str = "chunked"
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
     comparable: Callable[[Any], tuple] = lambda state: state[:-1]  # the arrays of a state that hold numbers, in a form that compares

@@ -122,7 +122,18 @@ def test_wide_products_are_exact_for_bfloat16_by_tensor_cores():
 def test_both_have_the_same_names():
     names = [{n for n in dir(arrays.load(b)) if not n.startswith("_")} for b in ("torch", "jax")]
     used = {n for n in names[0] & names[1]}
-    frameworks = {"torch", "F", "FakeTensor", "checkpoint", "ast", "contextlib", "jax", "jnp", "Iterator", "compiling_for"}  # what only one of them imports or compiles by
+    frameworks = {
+        "torch",
+        "F",
+        "FakeTensor",
+        "checkpoint",
+        "ast",
+        "contextlib",
+        "jax",
+        "jnp",
+        "Iterator",
+        "compiling_for",
+    }  # what only one of them imports or compiles by
     assert names[0] ^ names[1] <= frameworks, names[0] ^ names[1]
     assert {"einsum", "rms_norm", "custom_gradient", "while_loop"} <= used
 
