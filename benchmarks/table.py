@@ -36,7 +36,8 @@ def report(name: str, rows: list[dict[str, Any]], *, folder: str | Path | None =
         "commit": _commit(),
     }
     path = Path(folder or RESULTS) / f"{name}.parquet"
-    schemas.write(path, pa.Table.from_pylist([row | where for row in rows]), name=schemas.FREE, key="")
+    measured = [name for name in columns if any(row[name] is not None for row in rows)]  # a column of nothing has no type
+    schemas.write(path, pa.Table.from_pylist([{name: row[name] for name in measured} | where for row in rows]), name=schemas.FREE, key="")
     return path
 
 
