@@ -23,10 +23,17 @@ _chosen: dict[str, str] = {}
 _warned: set[str] = set()
 
 
-def offer(operation: str, backends: dict[str, Callable]) -> None:
-    """An operation says which implementations it has: by name, refusal(shape, dtype, device) -> None or the reason it cannot run them."""
+def offer(operation: str, backends: dict[str, Callable | None]) -> None:
+    """An operation says which implementations it has: by name, refusal(shape, dtype, device) -> None or the reason it cannot run them.
+
+    A refusal of None stands for one that takes everything.
+    """
     assert operation in OPERATIONS and set(backends) <= set(NAMES)
-    _offered[operation] = backends
+    _offered[operation] = {name: refusal or _takes_everything for name, refusal in backends.items()}
+
+
+def _takes_everything(shape: dict[str, int], dtype: str, device: str) -> None:
+    return None
 
 
 def backends(operation: str) -> dict[str, Callable]:

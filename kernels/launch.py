@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import kernels
 from kernels import arrays
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -108,13 +109,31 @@ def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
     return None
 
 
-def implementation(operation: str) -> Callable:
-    """The operation as `kernels/<operation>/triton.py` has it, imported when it is first called: importing kernels loads no framework."""
+def up_to(size: int) -> Callable[[dict[str, int], str, str], str | None]:
+    """`refusal`, and of key and value sizes above `size`."""
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module(f"kernels.{operation}.triton"), operation)(*arguments, **options)
+    def refuse(shape: dict[str, int], dtype: str, device: str) -> str | None:
+        reason = refusal(shape, dtype, device)
+        if reason is None and max(shape["K"], shape["V"]) > size:
+            return (
+                f"its kernels hold a head's state on chip: key and value sizes of {size} at most, these are {shape['K']} and {shape['V']}"
+            )
+        return reason
 
-    return call
+    return refuse
+
+
+def step_of(operation: str, array_form: Callable, given: tuple[Any, ...], state: Any) -> Callable:
+    """Which one-token step runs on these: `kernels/<operation>/one_token.py`'s where the operation itself runs as triton and nobody follows the
+    arrays, else the array form. given: q [B, H, K], k, v [B, H, V] and the rest."""
+    if traced(*given, *(() if state is None else state[:-1])):
+        return array_form
+    q_BHK, _, v_BHV, *_ = given
+    ops = arrays.of(q_BHK)
+    sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
+    if kernels.choose(operation, sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) != "triton":
+        return array_form
+    return importlib.import_module(f"kernels.{operation}.one_token").step
 
 
 def traced(*given: Any) -> bool:

@@ -27,18 +27,11 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 
 ARRAY_FORMS = {"chunked": chunked.delta_rule, "reference": reference.delta_rule}
 IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("delta_rule")}
-
-
-def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
-    """Why the Triton kernels do not take these arrays, or None."""
-    reason = launch.refusal(shape, dtype, device)
-    if reason is None and max(shape["K"], shape["V"]) > 256:
-        return f"its kernels take key and value sizes up to 256, these are {shape['K']} and {shape['V']}"
-    return reason
+refusal = launch.up_to(256)
 
 
 FUSED = {"triton": refusal, "pallas": mosaic.refusal}
-kernels.offer("delta_rule", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
+kernels.offer("delta_rule", {**dict.fromkeys(ARRAY_FORMS), **FUSED})
 
 
 def delta_rule(
@@ -91,12 +84,5 @@ def step(
     Where `delta_rule` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
     """
     given = (q_BHK, k_BHK, v_BHV, beta_BH, log_decay_BH)
-    run = reference.step
-    if not launch.traced(*given, None if state is None else state.S_BHKV):
-        ops = arrays.of(q_BHK)
-        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
-        if kernels.choose("delta_rule", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
-            from kernels.delta_rule import one_token  # when it is first called: importing kernels loads no framework
-
-            run = one_token.step
+    run = launch.step_of("delta_rule", reference.step, given, state)
     return run(*given, scale=scale, state=state, segment_B=segment_B)

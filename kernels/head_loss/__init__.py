@@ -38,7 +38,7 @@ def _reference(*arguments: Array) -> tuple[Array, Array]:
 
 ARRAY_FORMS = {"chunked": _chunked, "reference": _reference}
 IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton}
-kernels.offer("head_loss", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, "triton": launch.refusal})
+kernels.offer("head_loss", {**dict.fromkeys(ARRAY_FORMS), "triton": launch.refusal})
 
 
 def head_loss(x_ND: Array, embedding_VD: Array, target_N: Array, weight_N: Array, *, backend: str | None = None) -> tuple[Array, Array]:

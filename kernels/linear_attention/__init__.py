@@ -31,18 +31,10 @@ IMPLEMENTATIONS = {
     "triton": _triton,
     "pallas": mosaic.implementation("linear_attention"),
 }
+refusal = launch.up_to(256)
 
 
-def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
-    """Why the Triton kernels do not take these arrays, or None."""
-    reason = launch.refusal(shape, dtype, device)
-    if reason is None and max(shape["K"], shape["V"]) > 256:
-        return f"its kernels take key and value sizes up to 256, these are {shape['K']} and {shape['V']}"
-    return reason
-
-
-array_forms = {name: lambda shape, dtype, device: None for name in ARRAY_FORMS}
-kernels.offer("linear_attention", {**array_forms, "triton": refusal, "pallas": mosaic.refusal})
+kernels.offer("linear_attention", {**dict.fromkeys(ARRAY_FORMS), "triton": refusal, "pallas": mosaic.refusal})
 
 
 def linear_attention(
@@ -99,12 +91,5 @@ def step(
     Where `linear_attention` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
     """
     given = (q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH)
-    run = reference.step
-    if not launch.traced(*given, None if state is None else state.S_BHKV):
-        ops = arrays.of(q_BHK)
-        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
-        if kernels.choose("linear_attention", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
-            from kernels.linear_attention import one_token  # when it is first called: importing kernels loads no framework
-
-            run = one_token.step
+    run = launch.step_of("linear_attention", reference.step, given, state)
     return run(*given, sign=sign, scale=scale, state=state, segment_B=segment_B)

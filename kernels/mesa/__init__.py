@@ -30,18 +30,10 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State, dict[str, Ar
 
 ARRAY_FORMS = {"chunked": chunked.mesa, "reference": reference.mesa}
 IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("mesa")}
+refusal = launch.up_to(128)
 
 
-def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
-    """Why the Triton kernels do not take these arrays, or None."""
-    reason = launch.refusal(shape, dtype, device)
-    if reason is None and max(shape["K"], shape["V"]) > 128:
-        return f"its kernels hold a head's states on chip, keys and values of 128 at most; these are of {shape['K']} and {shape['V']}"
-    return reason
-
-
-array_forms = {name: lambda shape, dtype, device: None for name in ARRAY_FORMS}
-kernels.offer("mesa", {**array_forms, "triton": refusal, "pallas": mosaic.refusal})
+kernels.offer("mesa", {**dict.fromkeys(ARRAY_FORMS), "triton": refusal, "pallas": mosaic.refusal})
 
 
 def mesa(

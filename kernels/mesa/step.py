@@ -5,7 +5,6 @@ Shapes: B batch, H heads, K key size, V value size.
 
 from typing import Any
 
-import kernels
 from kernels import arrays, launch
 from kernels.mesa.reference import State, advance, check_options, fresh
 from kernels.mesa.solver import conjugate_gradients, jacobi, relative_residual
@@ -36,15 +35,16 @@ def step(
     Where `mesa` runs as triton, one kernel, safe inside a CUDA graph; inside torch.compile, array operations.
     """
     check_options(steps, eps, criterion, start, gradient)
-    ops = arrays.of(q_BHK)
     given = (q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK)
-    if not launch.traced(*given, *(() if state is None else state[:2])):
-        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
-        if kernels.choose("mesa", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
-            from kernels.mesa import one_token  # when it is first called: importing kernels loads no framework
+    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start}
+    run = launch.step_of("mesa", _in_arrays, given, state)
+    return run(*given, sign=sign, state=state, segment_B=segment_B, **options)
 
-            options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start}
-            return one_token.step(*given, sign=sign, state=state, segment_B=segment_B, **options)
+
+def _in_arrays(
+    q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *, sign, steps, eps, criterion, solve, start, state, segment_B
+) -> tuple[Array, State, dict[str, Array]]:
+    ops = arrays.of(q_BHK)
     state = fresh(q_BHK, v_BHV) if state is None else state
     state, padding_B = advance(k_BHK, v_BHV, log_decay_BH, beta_BH, sign=sign, state=state, segment_B=segment_B)
     G, H, _ = (ops.stop_gradient(x) for x in state)

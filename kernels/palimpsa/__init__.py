@@ -30,7 +30,7 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 ARRAY_FORMS = {"chunked": chunked.palimpsa, "reference": reference.palimpsa}
 IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("palimpsa")}
 FUSED = {"triton": launch.refusal, "pallas": mosaic.refusal}
-kernels.offer("palimpsa", {**{name: lambda shape, dtype, device: None for name in ARRAY_FORMS}, **FUSED})
+kernels.offer("palimpsa", {**dict.fromkeys(ARRAY_FORMS), **FUSED})
 
 
 def palimpsa(
@@ -87,12 +87,5 @@ def step(
     Where `palimpsa` runs as triton, one kernel, safe inside a CUDA graph; with a gradient, and inside torch.compile, array operations.
     """
     given = (q_BHK, k_BHK, v_BHV, beta_BHV, log_decay_BH, prior_H)
-    run = reference.step
-    if not launch.traced(*given, None if state is None else state.M_BHKV):
-        ops = arrays.of(q_BHK)
-        sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
-        if kernels.choose("palimpsa", sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) == "triton":
-            from kernels.palimpsa import one_token  # when it is first called: importing kernels loads no framework
-
-            run = one_token.step
+    run = launch.step_of("palimpsa", reference.step, given, state)
     return run(*given, scale=scale, state=state, segment_B=segment_B)
