@@ -75,6 +75,17 @@ def choose(operation: str, shape: dict[str, int], dtype: str, device: str, backe
     raise ValueError(f"{operation} has no implementation for {shape} in {dtype} on {device}: {refusals}.")
 
 
+def decline(operation: str, name: str, instead: str, reason: str) -> str:
+    """What an operation runs as where the backend that was chosen has no such option: `instead`, with a warning, once, if `name` is a fused one."""
+    if name not in FUSED.values():
+        return name
+    if operation not in _warned:
+        _warned.add(operation)
+        warnings.warn(f"{operation} runs as {instead}, which is slow; not as {name}: {reason}.", stacklevel=3)
+    _chosen[operation] = instead
+    return instead
+
+
 def _warn_of_refusal(operation: str, name: str, device: str, refusals: dict[str, str]) -> None:
     fused = FUSED.get(device)
     if fused in refusals and name != "library" and operation not in _warned:

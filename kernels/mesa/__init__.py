@@ -86,6 +86,9 @@ def mesa(
     )
     reference.check_options(steps, eps, criterion, start, gradient)
     ops = arrays.of(q_BTHK)
-    run = IMPLEMENTATIONS[kernels.choose("mesa", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)]
+    name = kernels.choose("mesa", sizes, ops.dtype_name(q_BTHK), ops.device(q_BTHK), backend)
+    if gradient == "unrolled":
+        name = kernels.decline("mesa", name, "chunked", 'gradient "unrolled" keeps every step')
     options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
-    return run(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, sign=sign, state=state, segments=segments, **options)
+    given = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK)
+    return IMPLEMENTATIONS[name](*given, sign=sign, state=state, segments=segments, **options)

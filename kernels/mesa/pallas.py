@@ -33,7 +33,7 @@ def mesa(
     sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", gradient="implicit", state=None, segments=None,
     chunk: int | None = None, together: int = TOGETHER,
 ) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
-    """See `kernels.mesa.mesa`; `chunk` is the chunk's length. gradient="unrolled" is the array form's."""
+    """See `kernels.mesa.mesa`; `chunk` is the chunk's length."""
     options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
     options |= {"sign": sign, "state": state, "segments": segments, "chunk": chunk or mosaic.chunk_length(q.shape[1])}
     run = partial(differentiable, together=min(together, -(-q.shape[1] // options["chunk"])))

@@ -74,3 +74,22 @@ def test_a_refusal_on_an_accelerator_is_one_warning_that_names_the_operation(mon
         kernels.choose("mesa", SHAPE | {"K": 256}, "bfloat16", "cuda")
     with pytest.raises(ValueError, match="K is 256"):
         kernels.choose("mesa", SHAPE | {"K": 256}, "bfloat16", "cuda", "triton")
+
+
+def test_an_option_that_a_fused_kernel_lacks_is_declined_aloud(monkeypatch):
+    monkeypatch.setattr(kernels, "_warned", set())
+    monkeypatch.setattr(kernels, "_chosen", {})
+    with pytest.warns(UserWarning, match="mesa runs as chunked, which is slow; not as pallas: it keeps every step"):
+        assert kernels.decline("mesa", "pallas", "chunked", "it keeps every step") == "chunked"
+    assert kernels.chosen() == {"mesa": "chunked"}
+    assert kernels.decline("mesa", "reference", "chunked", "it keeps every step") == "reference"
+
+
+def test_an_unrolled_gradient_is_declined_by_the_fused_kernel(monkeypatch):
+    monkeypatch.setattr(kernels, "_warned", set())
+    monkeypatch.setitem(kernels._offered, "mesa", {"triton": lambda *_: None, "chunked": lambda *_: None})
+    from kernels.mesa import mesa
+
+    q, gate = torch.randn(1, 5, 1, 16), torch.zeros(1, 5, 1)
+    with pytest.warns(UserWarning, match='gradient "unrolled" keeps every step'):
+        mesa(q, q, q, gate, gate, torch.ones(1, 16), gradient="unrolled", backend="triton")
