@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -60,7 +61,7 @@ def run(stage: str, cell: str, *, ray: bool, profile: bool = False) -> Outcome:
     source = source_of(stage, cell, context)
     if found is None and source is not None:
         run(stage, source, ray=ray)  # an edge that dvc.yaml, the same for every study, does not have
-    wanted = request(stage, cell, spec, context, store, profile=profile)
+    wanted = request(stage, cell, spec, context, store, profile=profile).located(store)
     if found and (strange := _strange_input(found, wanted)):
         print(f"{stage} {cell}: the store's was made from another {strange} than there is now; it is made again.", file=sys.stderr)
         store.forget(spec.key)
@@ -131,7 +132,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         settings={
             **context["settings"],
             "sources": _sources(stage, cell, context),
-            "provenance": {"study": context["study"], "cell": cell, **commit()},
+            "provenance": {"study": context["study"], "cell": cell, **_commit_of(Path.cwd())},
             "peak_flops": chip["flops"] * count if chip else None,
             "backend": backend,
             "profile": profile,
@@ -141,7 +142,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         resources=resources,
         processes=count if chip and chip["kind"] == "gpu" and backend == "torch" else 1,
         retries=context["retries"],
-    ).located(store)
+    )
 
 
 def _sources(stage: str, cell: str, context: dict[str, Any]) -> list[str] | dict[str, list[str]]:
@@ -172,6 +173,9 @@ def commit(folder: Path = Path(".")) -> dict[str, Any]:
     code = [f":(glob,top){floor}/**/*.{ending}" for floor in FLOORS for ending in ("py", "yaml")]
     changed = git("status", "--porcelain", "--untracked-files=no") or git("ls-files", "--others", "--exclude-standard", "--", *code)
     return {"commit": head, "dirty": bool(changed)}
+
+
+_commit_of = functools.cache(commit)  # a study's requests are many, git is slow
 
 
 def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> Outcome:
