@@ -458,7 +458,7 @@ def inside(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[
                 bar.set_ticks(np.geomspace(np.nanmin(values), np.nanmax(values), 4))
             else:
                 bar.ax.yaxis.set_major_locator(MaxNLocator(5))
-            bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+            bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         name = f"{look.labels[run.cell.model]} ({style.place(*run.place)})"
         caption = f"What the Mesa heads of {name} do on {rows[0]['sequences']} validation sequences of length {style.binary(lasts[-1])}: means over positions, the condition at the last one. Heads are ordered by their mean γ in each block."
         yield f"internals-{run.cell.cell}", figure, caption

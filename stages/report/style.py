@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ RAMP = ("#f0b429", "#e07b39", "#b83b5e", "#6a2c70", "#2b2d6b")  # an ordered qua
 MODELS: dict[str, tuple[str, str, str]] = {  # name -> label, colour, dashes
     "transformer": ("Transformer", "#4a5058", "-"),
     "mesa": ("Mesa", "#cc3311", "-"),
+    "rls_mesa": ("RLS Mesa", "#cc6677", "--"),
     "hawk_mesa": ("Hawk-Mesa", "#aa4499", "-"),
     "gated_deltanet": ("Gated DeltaNet", "#0077bb", "-"),
     "deltanet": ("DeltaNet", "#33aadd", "--"),
@@ -54,8 +56,9 @@ class Style:
         for name in names:
             if name in MODELS:
                 labels[name], colours[name], dashes[name] = MODELS[name]
-            elif name.startswith("swa") and name[3:].strip("_-").isdigit():
-                labels[name], colours[name], dashes[name] = f"SWA-{name[3:].strip('_-')}", WINDOWS[windows % len(WINDOWS)], "-."
+            elif window := re.fullmatch(r"swa[_-]?(\d*)", name):
+                labels[name] = f"SWA-{window[1]}" if window[1] else "SWA"
+                colours[name], dashes[name] = WINDOWS[windows % len(WINDOWS)], "-."
                 windows += 1
             else:
                 labels[name], colours[name] = name, spare[strangers % len(spare)]

@@ -152,6 +152,7 @@ def test_a_models_colour_does_not_depend_on_its_company():
     looks = {(many.colours[name], str(many.dashes[name])) for name in many.labels if name != "mlstm"}
     assert len(looks) == len(many.labels) - 1  # mLSTM is xLSTM under its other name
     assert many.labels["swa_1024"] == "SWA-1024" and many.labels["m0"] == "m0"
+    assert style.Style.for_models(["swa", "swan"]).labels == {"swa": "SWA", "swan": "swan"}
 
 
 @pytest.mark.parametrize(
