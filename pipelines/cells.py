@@ -88,6 +88,8 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         evaluation = plain(params.evaluation) | what | {"settings": settings}
         if not internals.can(model):
             evaluation.pop("internals", None)
+        elif params.evaluation.internals:
+            evaluation["internals_code"] = versions["tasks"]["internals"]
         evaluation |= {"reset": params.training.reset, "precision": params.training.precision}
         texts = {f"evaluation/{name}": found["tokenize", name].key for name in by_role["evaluation"]}
         if tasks := asked(params, cell, set(settings), versions["tasks"]):

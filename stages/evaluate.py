@@ -118,6 +118,7 @@ class Parameters(Strict):
     lengths: list[Annotated[int, Field(ge=1)]]
     settings: dict[Name, Setting] = {}
     internals: int = Field(default=0, ge=0)
+    internals_code: int = 1  # the version of what is looked at
     tasks: dict[str, Asked] = {}
 
 
@@ -242,7 +243,7 @@ def internals_units(spec: Spec, parameters: Parameters, model: Model) -> list[In
         "weights": spec.inputs["weights"],
         "set": spec.inputs[VALIDATION],
         "internals": parameters.internals,
-        "code": internals.VERSION,
+        "code": parameters.internals_code,
     }
     return [InternalsUnit(parameters.internals, spec.unit_key(**depends_on))]
 

@@ -17,7 +17,6 @@ from models.backbone import Model
 from stages import schemas
 
 NAME = "internals"
-VERSION = 1  # of what is computed here: part of the unit's key
 TOLERANCE = 1e-3  # of a token's first residual (the paper's)
 MEANS = ("gamma", "beta", "steps", "cosine")
 

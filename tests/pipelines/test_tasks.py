@@ -185,3 +185,10 @@ def test_the_entries_that_the_documentation_shows_are_valid():
     assert len(entries) > 10
     for entry in entries.values():
         Task.model_validate(entry)
+
+
+def test_the_version_of_internals_reaches_those_that_have_any():
+    table = version_table()
+    before, found = specs(study(), table), table | {"tasks": table["tasks"] | {"internals": 2}}
+    moved = {name for name, spec in specs(study(), found).items() if spec.key != before[name].key}
+    assert moved == {("evaluate", "mesa-tiny-1m"), ("evaluate", "mesa-cg-2-tiny-1m"), ("analyze", "analyze")}
