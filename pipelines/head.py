@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 
 from pipelines import nodes
+from pipelines.processes import identity, runs
 from stages.artifact import write_atomically
 
 CODE = Path(__file__).resolve().parents[1]  # the folder that holds the floors
@@ -125,20 +126,6 @@ def _dashboard(cluster: str) -> str:
 
 
 # Processes
-
-
-def identity(process: psutil.Process) -> dict[str, Any]:
-    """What tells a process from a later one of the same number."""
-    return {"pid": process.pid, "started": process.create_time()}
-
-
-def runs(who: dict[str, Any] | None) -> bool:
-    """Whether that very process still runs (a zombie does not)."""
-    try:
-        process = psutil.Process(who["pid"]) if who else None
-        return process is not None and abs(process.create_time() - who["started"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def caller() -> psutil.Process:

@@ -105,7 +105,7 @@ class _Asking:
         self.follower = Follower(lambda: self.store.attempts(self.key), shown.show, shown.say, self.store.alive(self.key))
         self.caller = identity(caller())
         # What failed ahead of this DVC's asking is told, not tried again: an error is reported once a run.
-        self.failed = self.board.outcome(session, self.key, since=self.caller["started"])
+        self.failed = self.board.outcome(session, self.key, since=caller().create_time())
         self.failed = self.failed if self.failed and self.failed.status in ("failed", "lost") else None
         self.id = "" if self.failed else self.board.put(request, session)
         self._published: float | None = None

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from pipelines.files import link_tree
+from pipelines.processes import identity, runs
 from stages import artifact
 from stages.spec import LeaseLost
 
@@ -55,11 +56,7 @@ def _process_is_alive(holder: dict[str, Any]) -> bool | None:
     """Whether the holder's process runs; None where that cannot be seen from here."""
     if holder.get("host") != socket.gethostname() or holder.get("namespace") != _namespace():
         return None
-    try:
-        process = psutil.Process(holder["pid"])
-        return abs(process.create_time() - holder["started"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError):
-        return False
+    return runs(holder)
 
 
 @dataclass
@@ -174,7 +171,7 @@ class Store:
             target.mkdir()
         except FileExistsError:
             raise Busy({}, 0.0) from None
-        holder = {"host": socket.gethostname(), "namespace": _namespace(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+        holder = {"host": socket.gethostname(), "namespace": _namespace(), **identity(psutil.Process())}
         artifact.write_atomically(target / "heartbeat", json.dumps(holder))
         artifact.write_atomically(self.folder(key) / "spec.json", spec)
         return Lease(target, self)
