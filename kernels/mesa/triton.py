@@ -24,7 +24,7 @@ Array = Any  # torch.Tensor
 
 # Columns at a time, warps and stages, by MODE.
 CONFIGURATIONS = {
-    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 1)},
+    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
     "split": {"starts": (64, 4, 2), "iterate": (0, 8, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
     "exact": {"starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1), "inside": (16, 8, 1)},
 }  # fmt: skip
