@@ -30,6 +30,14 @@ def interpreted_programs_are_let_go():
         jax.clear_caches()
 
 
+@pytest.fixture(autouse=launch.INTERPRETED, scope="session")
+def loads_and_stores_are_inside():
+    from tests.kernels import bounds
+
+    with bounds.held():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def where_the_kernels_run():
     """STRATA_KERNELS=triton, not interpreted: everything on the card."""
