@@ -1,4 +1,4 @@
-"""A grid in parallel under plain `dvc repro`: on a cluster of our own, with jobs that may not wait, by a target alone, and detached."""
+"""A grid in parallel under plain `dvc repro`: on a cluster of our own, with jobs that may not wait, by a target alone, detached, and by two clones."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     head.wait(timeout=60)
 
 
-def on(cluster: str, root: Path, *, models: int = 6, steps: int = 12) -> Study:
-    """A study of so many cells whose workers want one processor each."""
+def on(cluster: str, root: Path, *, models: int = 6, steps: int = 12, store: Path | None = None) -> Study:
+    """A study of so many cells whose workers want one processor each. store: a folder that clones share; its own if None."""
     study = Study(root, ray=True)
     study.environment |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     params = copy.deepcopy(study.params)
@@ -53,7 +53,7 @@ def on(cluster: str, root: Path, *, models: int = 6, steps: int = 12) -> Study:
     params["analysis"]["baseline"] = None
     params["sweep"] = {"models": [], "scales": [], "budgets": []}
     params["budgets"]["1m"]["tokens"] = 4 * 32 * steps
-    params["cluster"] = {"workers": {"default": {"cpus": 1}}}
+    params["cluster"] = {"workers": {"default": {"cpus": 1}}, "storage": str(store) if store else None}
     study.params = params
     study.write(params)
     study.commit("Ask for a grid")
@@ -69,9 +69,9 @@ def keys(study: Study, stage: str) -> dict[str, str]:
     return {path.stem: Spec.load(path).key for path in (study.root / "specs" / stage).glob("*.json")}
 
 
-def made(study: Study, stage: str) -> dict[str, int]:
-    """cell -> how many attempts, of those published."""
-    store = Store(study.root / ".strata")
+def made(study: Study, stage: str, root: Path | None = None) -> dict[str, int]:
+    """cell -> how many attempts, of those published. root: the store's folder, where it is not the study's own."""
+    store = Store(root or study.root / ".strata")
     return {cell: len(store.attempts(key)) for cell, key in keys(study, stage).items() if (store.folder(key) / "published").exists()}
 
 
@@ -123,3 +123,40 @@ def test_after_ctrl_c_the_cluster_finishes_the_study(cluster: str, tmp_path: Pat
     assert list(made(study, "train").values()) == [1] * 4
     study.dvc("repro")
     assert list(made(study, "train").values()) == [1] * 4, "collecting trained again"
+
+
+def test_two_clones_share_the_work(cluster: str, tmp_path: Path) -> None:
+    """Both run `dvc repro` of the same study at once, over one store: each key is made once, and both end with the same bytes."""
+    store = tmp_path / "store"
+    clones = []
+    for place in ("a", "b"):
+        (tmp_path / place / "shared").mkdir(parents=True)
+        clones.append(on(cluster, tmp_path / place / "shared", models=3, steps=40, store=store))
+    logs = [(study.root / "repro.log").open("w+") for study in clones]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dvc", "repro"], cwd=study.root, env=study.environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        for study, log in zip(clones, logs, strict=True)
+    ]
+    ends = [process.wait(timeout=400) for process in running]
+    said = []
+    for log in logs:
+        log.seek(0)
+        said.append(log.read())
+        log.close()
+    assert ends == [0, 0], "\n".join(said)
+    for stage in ("vocabulary", "tokenize", "pack", "train", "evaluate", "analyze"):
+        numbers = made(clones[0], stage, store)
+        assert numbers and set(numbers.values()) == {1}, f"{stage} was made more than once: {numbers}"
+    assert keys(clones[0], "train") == keys(clones[1], "train") and len(keys(clones[0], "train")) == 3
+    for name in (
+        "weights/gla_0-tiny-1m/weights.safetensors",
+        "packed/artifact.json",
+        "analysis/metrics.json",
+        "evaluations/gla_2-tiny-1m/artifact.json",
+    ):
+        assert (clones[0].root / name).read_bytes() == (clones[1].root / name).read_bytes(), name
+    for study in clones:
+        assert study.changed() == set()
+    assert sum(text.count(": made, key") for text in said) >= 1
