@@ -10,7 +10,7 @@ from models.backbone import Model
 from pipelines import tuning
 from pipelines.params import Cell, Params, cells
 from stages import items, pack
-from stages.evaluate import takes
+from stages.evaluation.parameters import takes
 from stages.spec import Spec, Strict, fingerprint
 from stages.tasks.entry import SCHEMAS
 

@@ -139,7 +139,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
 
 def metrics(study: Any, made: dict[str, Any]) -> dict[str, Any]:
     """{cell: {"loss": final training loss, "perplexity": {set: at the training length}}}; no timings, null where not finite."""
-    from stages.evaluate import TRAINED
+    from stages.evaluation.parameters import TRAINED
     from stages.report.tables import rounded
 
     found: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report.paper import MEANS, Names, plain
 from stages.report.study import Run, Study
 

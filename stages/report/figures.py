@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report import scaling, style
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, RAMP, Style

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report import sections, style
 from stages.report.figures import Drawing
 from stages.report.markup import WIDEST, Cell, best_bold, filled, grouped, heading, number, percent, table

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report.study import Run, Study
 
 FEWEST = {"parameters": 3, "tokens": 3, "both": 5}  # points of different sizes that a fit wants: always more than it has coefficients

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report import downstream as tasks
 from stages.report import ledger, style
 from stages.report.markup import WIDEST, Row, best_bold, filled, grouped, heading, number, table

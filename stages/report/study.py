@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from stages import artifact, schemas
-from stages.evaluate import TRAINED, VALIDATION
+from stages.evaluation.parameters import TRAINED, VALIDATION
 from stages.spec import Spec
 
 if TYPE_CHECKING:

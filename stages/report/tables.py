@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages import measures
-from stages.evaluate import TRAINED
+from stages.evaluation.parameters import TRAINED
 from stages.report import downstream, ledger, scaling
 from stages.report.study import Run, Study
 
@@ -275,7 +275,7 @@ def cg_positions(study: Study) -> pa.Table:
 
 
 def internals(study: Study) -> pa.Table:
-    """What Mesa's heads do, by block, head and bin of positions first..position: see stages/internals.py."""
+    """What Mesa's heads do, by block, head and bin of positions first..position: see stages/evaluation/inside.py."""
     kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
     kinds |= dict.fromkeys(("gamma", "beta", "steps", "cosine", "condition", "lambda_low", "lambda_mean", "lambda_high"), pa.float64())
     return _table((run.names | row for run in study.runs for row in run.internals), NAMES | kinds)

@@ -14,7 +14,9 @@ from pipelines import check, pins, resolve
 from pipelines.cells import ITEMS, makers, model_of, specs, version_table
 from pipelines.params import Params, cells
 from pipelines.reading import load, parse, read
-from stages import evaluate, items
+from stages import items
+from stages.evaluate import wanted
+from stages.evaluation.parameters import Parameters
 from stages.tasks.entry import Task
 
 NANO = Path(__file__).parents[2] / "pipelines" / "nano"
@@ -39,8 +41,8 @@ def unit_keys(params: Params, versions: dict[str, dict[str, int]] | None = None)
     study, found = specs(params, versions or version_table()), {}
     for cell in cells(params):
         spec = study["evaluate", cell.name]
-        parameters, model = evaluate.Parameters.model_validate(spec.parameters), model_of(params, cell)
-        for unit in (*evaluate.units_of(spec, parameters, model), *evaluate.task_units(spec, parameters, model)):
+        parameters, model = Parameters.model_validate(spec.parameters), model_of(params, cell)
+        for unit in wanted(spec, parameters, model):
             found[f"{cell.name}/{unit.name}"] = unit.key
     return found
 

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from stages import artifact, engine, evaluate, measures, schemas, train
+from stages.evaluation import sequences as cut
+from stages.evaluation.parameters import Evaluation, Parameters
+from stages.evaluation.texts import texts
 from stages.spec import LeaseLost, Spec, Stopped, canonical
 from tests.stages.small_study import (
     BOS,
@@ -77,7 +80,7 @@ def nlls(folder: Path) -> list[dict[str, Any]]:
 
 def test_windows_by_hand():
     document = np.array([11, 12, 13, 14, 15])
-    found = list(evaluate.windows([("a", document), ("b", document[:2]), ("c", document[:0])], length=2, bos=0))
+    found = list(cut.windows([("a", document), ("b", document[:2]), ("c", document[:0])], length=2, bos=0))
     assert [(w.source, w.start, w.tokens.tolist()) for w in found] == [
         ("a", 0, [0, 11, 12]), ("a", 2, [12, 13, 14]), ("a", 4, [14, 15]), ("b", 0, [0, 11, 12]),
     ]  # fmt: skip
@@ -196,19 +199,19 @@ def test_a_loss_that_is_no_number_counts_as_infinite(out, study, monkeypatch):
 
 def test_batches_hold_one_length_class_and_every_sequence_once():
     lengths = [1, 2, 3, 5, 8, 9, 12, 12, 12, 4]
-    sequences = [evaluate.Sequence(np.arange(n + 1, dtype=np.int32), "a") for n in lengths]
-    found = list(evaluate.batches(sequences, longest=12, batch_tokens=24))
+    sequences = [cut.Sequence(np.arange(n + 1, dtype=np.int32), "a") for n in lengths]
+    found = list(cut.batches(sequences, longest=12, batch_tokens=24))
     assert sorted(index for _, batch in found for index in batch) == list(range(10))
     for length, batch in found:
         assert len(batch) * length <= 24 and all(length / 2 < lengths[index] <= length or length == 12 for index in batch)
-    assert [len(batch) for _, batch in evaluate.batches(sequences, longest=12, batch_tokens=1)] == [1] * 10
+    assert [len(batch) for _, batch in cut.batches(sequences, longest=12, batch_tokens=1)] == [1] * 10
 
 
 def test_padding_is_marked_and_nothing_is_where_nothing_is_padded():
-    whole, half = (evaluate.Sequence(np.arange(1, n + 2, dtype=np.int32), "a") for n in (4, 2))
-    tokens, segments = evaluate.padded([whole, half], length=4, bos=0)
+    whole, half = (cut.Sequence(np.arange(1, n + 2, dtype=np.int32), "a") for n in (4, 2))
+    tokens, segments = cut.padded([whole, half], length=4, bos=0)
     assert tokens.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]] and segments.tolist() == [[0, 0, 0, 0], [0, 0, -1, -1]]
-    assert evaluate.padded([whole], length=4, bos=0)[1] is None
+    assert cut.padded([whole], length=4, bos=0)[1] is None
 
 
 @pytest.mark.parametrize("model", [MESA, GLA, {"layer": "attention"}])
@@ -225,7 +228,7 @@ def test_results_do_not_depend_on_the_batch_size(tmp_path, study, model, monkeyp
         study = study | {"gla": tmp_path / "weights"}
         spec = evaluate_spec(weights=train_spec(model=model, steps=3), sets=["books", "lines"], lengths=[16])
     do(spec, tmp_path / "large", study)
-    monkeypatch.setattr(evaluate, "POOL_TOKENS", 40)
+    monkeypatch.setattr(cut, "POOL_TOKENS", 40)
     do(spec, tmp_path / "small", study, settings={"batch_tokens": 1})
     for unit in ("books-16", "lines-16", f"validation-{LENGTH}"):
         for a, b in zip(nlls(tmp_path / "large" / unit), nlls(tmp_path / "small" / unit), strict=True):
@@ -263,7 +266,7 @@ def test_one_new_setting_at_one_length_is_one_unit(out, study):
 
 def test_a_setting_renamed_is_not_computed_again_when_units_are_shared(tmp_path, study):
     keys = [
-        {unit.name: unit.key for unit in evaluate.units_of(spec, evaluate.Parameters.model_validate(spec.parameters), _model(spec))}
+        {unit.name: unit.key for unit in texts(spec, Parameters.model_validate(spec.parameters), _model(spec))}
         for spec in (spec_of(settings={"a": {"steps": 1}}), spec_of(settings={"b": {"steps": 1, "eps": None}}))
     ]
     assert list(keys[0].values()) == list(keys[1].values()) and len(set(keys[0].values())) == 10
@@ -282,7 +285,7 @@ def test_models_without_a_solver_take_no_settings(out, study):
 def test_unit_keys_follow_what_they_depend_on():
     def keys(**changes: Any) -> list[str]:
         spec = spec_of(**{"sets": ["books"], "lengths": [8]} | changes)
-        return [unit.key for unit in evaluate.units_of(spec, evaluate.Parameters.model_validate(spec.parameters), _model(spec))]
+        return [unit.key for unit in texts(spec, Parameters.model_validate(spec.parameters), _model(spec))]
 
     base = keys()
     assert keys(lengths=[8, 16])[:2] == base and keys(sets=["books", "lines"])[:2] == base
@@ -364,7 +367,7 @@ def test_parameters_that_make_no_sense_are_refused(out, study, change):
 
 
 def test_batch_tokens_are_no_identity():
-    assert evaluate.Evaluation(lengths=[8], batch_tokens=5).model_dump() == {"lengths": [8], "settings": {}, "internals": 0}
+    assert Evaluation(lengths=[8], batch_tokens=5).model_dump() == {"lengths": [8], "settings": {}, "internals": 0}
 
 
 def test_alone_on_the_command_line(out, study, tmp_path):

@@ -16,6 +16,9 @@ import models
 from models import checkpoint
 from models.backends.torch import to_numpy
 from stages import artifact, evaluate, items, schemas, sources
+from stages.evaluation.asked import task_units
+from stages.evaluation.parameters import Parameters
+from stages.evaluation.texts import texts
 from stages.spec import Spec, Stopped
 from stages.tokenizer import GPT2_BOS, GPT2_SIZE, Tokenizer
 from tests.stages.small_study import context, key_of
@@ -172,7 +175,7 @@ def test_a_new_task_is_evaluated_alone(study, tmp_path):
 )
 def test_a_change_evaluates_what_it_changes(study, tmp_path, task, change, again):
     before, after = (
-        {unit.name: unit.key for unit in evaluate.task_units(spec, evaluate.Parameters.model_validate(spec.parameters), _model(spec))}
+        {unit.name: unit.key for unit in task_units(spec, Parameters.model_validate(spec.parameters), _model(spec))}
         for spec in (spec_of(study), spec_of(study, tasks=TASKS | {task: TASKS[task] | change}))
     )
     assert sorted(name for name, key in after.items() if before.get(name) != key) == again
@@ -187,10 +190,7 @@ def test_tasks_leave_the_keys_of_text_sets(study):
     inputs = spec.inputs | {"validation": key_of("validation"), "evaluation/books": key_of("books")}
     with_tasks = spec.model_copy(update={"inputs": inputs})
     without = with_tasks.model_copy(update={"parameters": {name: value for name, value in spec.parameters.items() if name != "tasks"}})
-    keys = [
-        [unit.key for unit in evaluate.units_of(one, evaluate.Parameters.model_validate(one.parameters), _model(one))]
-        for one in (with_tasks, without)
-    ]
+    keys = [[unit.key for unit in texts(one, Parameters.model_validate(one.parameters), _model(one))] for one in (with_tasks, without)]
     assert keys[0] == keys[1] and len(keys[0]) == 4
 
 

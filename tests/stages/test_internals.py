@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from stages import artifact, evaluate, internals, schemas, train
+from stages import artifact, evaluate, schemas, train
+from stages.evaluation import inside, sequences
+from stages.evaluation.parameters import Parameters
+from stages.evaluation.scorer import Scorer
 from tests.stages.small_study import GLA, LENGTH, MESA, context, evaluate_spec, make_packed, train_spec
 
 
@@ -51,12 +54,12 @@ def test_the_mean_forget_gate_is_the_one_that_training_records(study, tmp_path):
     found = rows(evaluated(study, tmp_path / "out", internals=9))
     by_head = [sum(row["gamma"] * (row["position"] - row["first"] + 1) for row in found if row["head"] == head) / LENGTH for head in (0, 1)]
     spec = evaluate_spec(weights=train_spec(model=MESA), sets=[], lengths=[])
-    parameters = evaluate.Parameters.model_validate(spec.parameters)
+    parameters = Parameters.model_validate(spec.parameters)
     import models
 
     model = models.build(MESA, parameters.scale, vocab_size=parameters.vocab_size)
-    scorer = evaluate.Scorer(model, parameters, study["mesa"]["weights"], context()[0])
-    tokens = np.stack([one.tokens for one in evaluate._rows(study["mesa"]["validation"], parameters)])
+    scorer = Scorer(model, parameters, study["mesa"]["weights"], context()[0])
+    tokens = np.stack([one.tokens for one in sequences.rows(study["mesa"]["validation"], parameters)])
     assert np.mean(by_head) == pytest.approx(scorer.trainer.nll(tokens)[1]["gamma"], rel=1e-5)
 
 
@@ -87,5 +90,5 @@ def test_states_that_are_reset_are_looked_at_so(study, tmp_path):
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 12, 2048])
 def test_bins_cover_every_position_once(length):
-    found = internals.bins(length)
+    found = inside.bins(length)
     assert [place for first, last in found for place in range(first, last + 1)] == list(range(1, length + 1))
