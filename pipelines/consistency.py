@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pipelines import tuning
 from pipelines.mistakes import listed, nearest
 from pipelines.params import MODEL_NAME, PLAIN_NAME, Params, cells
-from stages.evaluate import VALIDATION, takes
+from stages.evaluation.parameters import VALIDATION, takes
 
 
 def check(params: Params) -> None:

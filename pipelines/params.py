@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from stages.analyze import Analysis
-from stages.evaluate import Evaluation
+from stages.evaluation.parameters import Evaluation
 from stages.pack import Packing
 from stages.sources import Source
 from stages.spec import Strict
