@@ -40,7 +40,7 @@ def room_here(context: dict[str, Any]) -> bool:
         cpus = (os.cpu_count() or 1) // worker["cpus"]
         return cpus if chips is None else min(chips, cpus)
 
-    return max(at_once(worker) for worker in context["workers"].values()) > 1
+    return max(at_once(worker) for workers in context["workers"].values() for worker in workers) > 1
 
 
 def unmade(context: dict[str, Any], store: Store, folder: Path = Path(".")) -> Cells:

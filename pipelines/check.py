@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pipelines.params import Params, cells
+from pipelines.params import Params, Worker, cells
 from pipelines.plan import GIB, TOKEN_BYTES
 from pipelines.reading import load
 
@@ -22,8 +22,8 @@ def require(folder: Path) -> None:
 
 
 def problems(params: Params, folder: Path) -> list[str]:
-    """What is missing, one sentence each: data, disk, accelerators, layers without a forward pass."""
-    return [*_data(params, folder), *_disk(params, folder), *_accelerators(params), *_layers(params)]
+    """What is missing, one sentence each: data, disk, workers, accelerators, layers without a forward pass."""
+    return [*_data(params, folder), *_disk(params, folder), *_workers(params), *_accelerators(params), *_layers(params)]
 
 
 def _data(params: Params, folder: Path) -> list[str]:
@@ -60,29 +60,62 @@ def _disk(params: Params, folder: Path) -> list[str]:
     ]
 
 
-def _accelerators(params: Params) -> list[str]:
-    """Kinds of chips that cells ask for and this node lacks; a cluster named by RAY_ADDRESS is asked when work arrives there."""
-    found = [
-        f"cluster.workers.{name}.count: {worker.count} do not divide training.batch, {params.training.batch} sequences; use a divisor of it."
-        for name, worker in params.cluster.workers.items()
-        if worker.accelerator and params.training.batch % worker.count
+def _workers(params: Params) -> list[str]:
+    """Workers whose chips cannot share a step's sequences evenly."""
+    return [
+        f"cluster.workers.{name}.{'topology' if worker.topology else 'count'}: {worker.chips} do not divide training.batch, "
+        f"{params.training.batch} sequences; use a divisor of it."
+        for name in params.cluster.workers
+        for worker in params.workers(name)
+        if worker.accelerator and params.training.batch % worker.chips
     ]
+
+
+def _accelerators(params: Params) -> list[str]:
+    """Kinds of chips that cells ask for and this node lacks, or what the cluster that RAY_ADDRESS names does."""
     if os.environ.get("RAY_ADDRESS"):
-        return found
+        return _nodes(params)
     from pipelines.nodes import accelerators
 
-    here = accelerators()
-    wanted: dict[str, int] = {}
-    for worker in (params.worker(cell.scale) for cell in cells(params)):
-        if worker.accelerator:
-            wanted[worker.accelerator] = max(worker.count, wanted.get(worker.accelerator, 0))
-    for name, number in sorted(wanted.items()):
-        kind = params.accelerators[name].kind
-        if kind != "cpu" and here.get(kind, 0) < number:
-            found.append(
-                f"accelerators: cells want up to {number} x {name}, this node has {here.get(kind, 0)} {kind.upper()}s; "
-                "set RAY_ADDRESS to a cluster that has them, or change cluster.workers."
-            )
+    here, found = accelerators(), []
+    for scale in dict.fromkeys(cell.scale for cell in cells(params)):
+        workers = params.workers(scale)
+        if any(_has(here, params, worker) for worker in workers):
+            continue
+        wanted = " or ".join(f"{worker.chips} x {worker.accelerator}" for worker in workers)
+        kinds = dict.fromkeys(params.accelerators[worker.accelerator].kind for worker in workers if worker.accelerator)
+        found.append(
+            f"accelerators: cells of {scale} want {wanted}, this node has {' and '.join(f'{here.get(kind, 0)} {kind.upper()}s' for kind in kinds)}; "
+            "set RAY_ADDRESS to a cluster that has them, or change cluster.workers."
+        )
+    return found
+
+
+def _has(here: dict[str, int], params: Params, worker: Worker) -> bool:
+    """Whether this node has a worker's chips, of whatever name."""
+    kind = params.accelerators[worker.accelerator].kind if worker.accelerator else "cpu"
+    return kind == "cpu" or here.get(kind, 0) >= worker.chips
+
+
+def _nodes(params: Params) -> list[str]:
+    """What the cluster that RAY_ADDRESS names can never run: said before anything begins there."""
+    from pipelines import head, placement
+    from pipelines.resolve import context
+    from pipelines.run import place
+
+    address = head.address_from_environment()
+    if address is None:
+        return []
+    given = context(params)
+    nodes = placement.nodes_at(address) + placement.later(given["grows"])
+    found = []
+    for scale in dict.fromkeys(["default", *(cell.scale for cell in cells(params))]):
+        workers = given["workers"].get(next((cell.name for cell in cells(params) if cell.scale == scale), scale))
+        for stage in ("train", "evaluate") if scale != "default" else ("pack",):
+            places = [place(stage, worker) for worker in workers]
+            if not any(placement.fits(one, nodes) for one in places):
+                what = f"{stage} of {scale}" if scale != "default" else "a stage without a scale (cluster.workers.default)"
+                found.append(f"cluster: {placement.refusal(what, places, nodes)}")
     return found
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from pipelines import tuning
+from pipelines import slices, tuning
 from pipelines.mistakes import listed, nearest
-from pipelines.params import MODEL_NAME, PLAIN_NAME, Params, cells
+from pipelines.params import MODEL_NAME, PLAIN_NAME, Growth, Params, Worker, cells
 from stages.evaluation.parameters import VALIDATION, takes
 
 
@@ -161,10 +161,28 @@ def _places(params: Params) -> None:
         )
     if params.analysis.headline not in (sets := [VALIDATION, *_evaluated(params)]):
         raise ValueError(f"analysis.headline: {params.analysis.headline!r} is not a text set; {nearest(params.analysis.headline, sets)}")
-    for name, worker in params.cluster.workers.items():
+    for name in params.cluster.workers:
         if name != "default" and name not in params.scales:
             raise ValueError(f"cluster.workers: {name!r} is not a scale; {nearest(name, [*params.scales, 'default'])}")
-        if worker.accelerator is not None and worker.accelerator not in params.accelerators:
-            raise ValueError(
-                f"cluster.workers.{name}.accelerator: {worker.accelerator!r} is not under accelerators; {nearest(worker.accelerator, params.accelerators)}"
-            )
+    workers = {f"cluster.workers.{name}": params.workers(name) for name in params.cluster.workers}
+    for where, some in (workers | {"cluster.grows": params.cluster.grows}).items():
+        for number, one in enumerate(some):
+            _worker(params, one, where if where in workers and len(some) == 1 else f"{where}.{number}")
+    if params.cluster.image is not None and params.cluster.code == "upload":
+        raise ValueError(
+            "cluster.image: Ray runs a container as it is; put the code into the image and leave cluster.code out, or leave the image out."
+        )
+
+
+def _worker(params: Params, worker: Worker | Growth, where: str) -> None:
+    name = worker.accelerator
+    if name is not None and name not in params.accelerators:
+        raise ValueError(f"{where}.accelerator: {name!r} is not under accelerators; {nearest(name, params.accelerators)}")
+    if worker.topology is None:
+        return
+    if name is None or params.accelerators[name].kind != "tpu":
+        raise ValueError(f"{where}.topology: {worker.topology!r} is of TPUs; name one under accelerator, or say count.")
+    if worker.count not in (1, slices.chips(worker.topology)):
+        raise ValueError(
+            f"{where}.count: {worker.count}, and {worker.topology} has {slices.chips(worker.topology)} chips; leave count out."
+        )

@@ -15,16 +15,18 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray import exceptions
+from ray._private.state import available_resources_per_node
 
 from pipelines import head
 from pipelines.board import Board
+from pipelines.placement import Offer, Place, fits, later, refusal, take
 from pipelines.store import Store
 from pipelines.work import Outcome, Request
 
@@ -32,6 +34,7 @@ POLL_SECONDS = 0.1
 BEAT_SECONDS = 2.0
 BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
 LOOK_SECONDS = 0.5  # between looks for inputs that are not made yet
+SETTLE_SECONDS = 15.0  # for Ray to start what it has room for
 LOST = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
@@ -50,9 +53,12 @@ def perform(request: dict[str, Any], threads: int) -> dict[str, Any]:
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
-    from pipelines.work import Request, execute
+    from pipelines import environment
+    from pipelines.work import Outcome, Request, execute
 
     wanted = Request(**request)
+    if strange := environment.difference(wanted.environment, wanted.settings.get("backend") or "torch"):
+        return asdict(Outcome("failed", strange, "mistake"))
     if wanted.processes > 1:
         from pipelines.together import execute_together
 
@@ -68,7 +74,7 @@ def nothing() -> None:
 
 @dataclass
 class Work:
-    """One key in progress. ids: the requests that its outcome answers. attempt: the newest one before it was given to Ray. ahead: see Wanted."""
+    """One key in progress. ids: the requests that its outcome answers. attempt: the newest one before it was given to Ray, when that was, and where. ahead: see Wanted."""
 
     request: Request
     ids: set[str]
@@ -78,6 +84,8 @@ class Work:
     losses: list[str] = field(default_factory=list)
     stopping: bool = False
     again: float = 0.0
+    given: float = 0.0
+    place: Place | None = None
 
 
 class Driver:
@@ -89,7 +97,9 @@ class Driver:
         self.local = head.MARK in os.environ
         self.work: dict[str, Work] = {}
         self.published: set[str] = set()
-        self._beaten = 0.0
+        self.seen: dict[str, Offer] = {}
+        self.free: list[Offer] = []
+        self._beaten, self._seen_at = 0.0, float("-inf")
 
     def clear(self) -> None:
         """Forget the sessions whose drivers were on this host and are no more: nobody else takes up their requests."""
@@ -103,6 +113,8 @@ class Driver:
         for key, item in wanted.items():
             if key not in self.work:
                 self.work[key] = Work(item.request, {item.id}, item.ahead)
+                if not self.local and not self._can_be_placed(self.work[key]):
+                    continue
             self.work[key].ids.add(item.id)
             self.work[key].ahead = min(self.work[key].ahead, item.ahead)
         for key in self.work.keys() - wanted.keys():
@@ -112,6 +124,14 @@ class Driver:
         if time.monotonic() - self._beaten > BEAT_SECONDS:
             self.beat()
         return bool(self.work)
+
+    def _can_be_placed(self, work: Work) -> bool:
+        """Whether there is any place for it, asked when it is first seen, long before its inputs are made; it is refused where there is none."""
+        nodes, _ = self._nodes()
+        if any(fits(place, nodes + later(work.request.later)) for place in work.request.choices):
+            return True
+        self._refuse(work, nodes)
+        return False
 
     def beat(self) -> None:
         self.board.beat(
@@ -159,26 +179,77 @@ class Driver:
         if self.store.alive(request.key) is not None:
             work.again = time.monotonic() + BUSY_SECONDS
             return
-        asked = dict(request.resources)
+        place = self._place(work)
+        if place is None:
+            return
+        asked = dict(place.resources)
         cpus, gpus = asked.pop("cpus", 1), asked.pop("gpus", 0)
         if self.local:
-            offered = ray.cluster_resources()
-            cpus = min(cpus, offered.get("CPU", 1))  # one machine: fewer processors are slower, not impossible
-            short = [f"{count:g} {name}" for name, count in {"GPU": gpus, **asked}.items() if count > offered.get(name, 0)]
-            if short:
-                self._answer(request.key, Outcome("failed", f"{request.stage} of {request.cell} wants {' and '.join(short)}, which this machine does not offer; "
-                                                  "set RAY_ADDRESS to a cluster that does, or change cluster.workers in params.yaml.", "mistake"))  # fmt: skip
-                return
-        work.attempt = self._newest(request.key)
+            cpus = min(cpus, ray.cluster_resources().get("CPU", 1))  # one machine: fewer processors are slower, not impossible
+        work.attempt, work.given, work.place = self._newest(request.key), time.monotonic(), place
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": asked, "name": f"{request.stage}@{request.cell}"}
         try:
-            located = request.located(self.store)
+            located = request.located(self.store).at(place)
         except ValueError as damaged:
             self._answer(request.key, Outcome("failed", str(damaged), "mistake"))
             return
-        if request.processes > 1:  # Ray Train asks for what its processes need
+        if place.processes > 1:  # Ray Train asks for what its processes need
             options |= {"num_cpus": 0, "num_gpus": 0, "resources": {}}
-        work.task = perform.options(**options).remote(asdict(located), request.threads or max(1, int(cpus)))
+        elif place.labels and not self.local:
+            options["label_selector"] = place.labels
+        work.task = perform.options(**options).remote(asdict(located), (None if request.places else request.threads) or max(1, int(cpus)))
+
+    def _place(self, work: Work) -> Place | None:
+        """Where it is to run, as placement.py says; None where it waits for room, or was refused."""
+        choices = work.request.choices
+        if self.local:
+            return self._place_here(work, choices)
+        nodes, free = self._nodes()
+        possible = [place for place in choices if fits(place, nodes + later(work.request.later))]
+        if not possible:
+            self._refuse(work, nodes)
+            return None
+        if len(possible) == 1:
+            return possible[0]  # Ray queues it, and an autoscaler sees it wait
+        others = [other for other in self.work.values() if other.task is not None and other.place and not self._begun(other)]
+        unsettled = [other for other in others if time.monotonic() - other.given < SETTLE_SECONDS]
+        for other in unsettled:
+            free = take(other.place, free)
+        place = next((place for place in possible if fits(place, free)), None)
+        if place is possible[0] or (place and not unsettled) or (place is None and not fits(possible[0], nodes)):
+            return place or possible[0]
+        work.again = time.monotonic() + BUSY_SECONDS
+        return None
+
+    def _place_here(self, work: Work, choices: list[Place]) -> Place | None:
+        """On one machine, whose user knows what it has, a chip's name and a slice's shape are not asked after, only how many there are."""
+        offered = ray.cluster_resources()
+        shorts = [
+            [f"{size:g} {name}" for name, size in place.each.items() if name != "CPU" and size * place.processes > offered.get(name, 0)]
+            for place in choices
+        ]
+        for place, short in zip(choices, shorts, strict=True):
+            if not short:
+                return place
+        request = work.request
+        self._answer(request.key, Outcome("failed", f"{request.stage} of {request.cell} wants {', or '.join(' and '.join(short) for short in shorts)}, which this machine "
+                                          "does not offer; set RAY_ADDRESS to a cluster that does, or change cluster.workers in params.yaml.", "mistake"))  # fmt: skip
+        return None
+
+    def _nodes(self) -> tuple[list[Offer], list[Offer]]:
+        """(every node that was seen, what is free of those that live). One that is lost may come back: it counts as a place to wait for."""
+        if time.monotonic() - self._seen_at > LOOK_SECONDS:
+            self._seen_at = time.monotonic()
+            living = {node["NodeID"]: Offer(node["Resources"], node["Labels"], node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+            self.seen |= living
+            available = available_resources_per_node()
+            self.free = [replace(offer, resources=available.get(name, {})) for name, offer in living.items()]
+        return list(self.seen.values()), list(self.free)
+
+    def _refuse(self, work: Work, nodes: list[Offer]) -> None:
+        request = work.request
+        sentence = refusal(f"{request.stage} of {request.cell}", request.choices, nodes + later(request.later))
+        self._answer(request.key, Outcome("failed", sentence, "mistake"))
 
     def _collect(self) -> None:
         tasks = {work.task: key for key, work in self.work.items() if work.task is not None}

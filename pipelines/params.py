@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
+from pipelines import slices
 from stages.analyze import Analysis
 from stages.evaluation.parameters import Evaluation
 from stages.pack import Packing
@@ -60,7 +61,8 @@ class Accelerator(Strict):
     """One kind of chip, for the plan's hours and cost and for placement.
 
     kind: what it is to Ray. flops: peak dense bfloat16 FLOP/s. memory: GiB. cost: currency units an hour.
-    utilization: the share of the peak that a training step is expected to reach.
+    utilization: the share of the peak that a training step is expected to reach. type: what Ray's nodes call it in their label
+    ray.io/accelerator-type; null: its own name, in Ray's spelling (h100: H100, v5p: TPU-V5P); "any": whatever there is of its kind.
     """
 
     kind: Literal["cpu", "gpu", "tpu"]
@@ -68,30 +70,59 @@ class Accelerator(Strict):
     memory: PositiveFloat
     cost: Annotated[float, Field(ge=0)]
     utilization: Annotated[float, Field(gt=0, le=1)]
+    type: str | None = None
+
+
+def _topology(value: str | None) -> str | None:
+    return None if value is None else slices.topology(value)
 
 
 class Worker(Strict):
     """What the worker of a cell needs. accelerator: a name of `accelerators`, or null for processors alone; count: how many of it.
 
-    backend: which framework computes there; null: jax on a TPU, else torch.
+    topology: of a TPU slice, all of which is taken: its chips along each axis ("2x4", "2x2x2") or its name ("v5p-16"); then cpus are of each
+    host, and count follows. backend: which framework computes there; null: jax on a TPU, else torch.
     """
 
     cpus: PositiveInt = 2
     accelerator: str | None = None
     count: PositiveInt = 1
+    topology: Annotated[str | None, AfterValidator(_topology)] = None
     backend: Literal["torch", "jax"] | None = None
+
+    @property
+    def chips(self) -> int:
+        """How many chips a cell gets here."""
+        return slices.chips(self.topology) if self.topology else self.count
+
+
+class Growth(Strict):
+    """Nodes that an autoscaling cluster may add. nodes: how many at most (slices, of a TPU with a topology). The rest as a Worker's: of a node."""
+
+    nodes: PositiveInt
+    cpus: PositiveInt
+    accelerator: str | None = None
+    count: PositiveInt = 1
+    topology: Annotated[str | None, AfterValidator(_topology)] = None
 
 
 class Cluster(Strict):
     """Where work goes and how much of it at once: never part of what a result is.
 
-    storage: the store's folder seen by all nodes (no URL: buckets are not supported yet); null: .strata/ in the repository. workers: by scale; "default" for the other stages.
+    storage: the store's folder seen by all nodes (no URL: buckets are not supported yet); null: .strata/ in the repository. workers: by scale; "default" for the other stages; several
+    in order of preference, of which a cell takes the first that has room. grows: what an autoscaling cluster may become.
+    code: how its nodes get this code: "shared", a path that all see, or "upload", a copy of the tracked files. python: theirs; null: this one's path
+    (code: shared), or what they call python. image: a container that holds code and environment, in place of both.
     retries: after a lost worker or node, not after an error. ahead: how many stages may run at once that a plain `dvc repro` will ask for later.
     confirm_hours: accelerator-hours above which a study wants `strata approve` before its first training.
     """
 
     storage: str | None = None
-    workers: dict[str, Worker] = {}
+    workers: dict[str, Worker | Annotated[list[Worker], Field(min_length=1)]] = {}
+    grows: list[Growth] = []
+    code: Literal["shared", "upload"] = "shared"
+    python: str | None = None
+    image: str | None = None
     retries: Annotated[int, Field(ge=0)] = 2
     ahead: Annotated[int, Field(ge=0)] = 64
     confirm_hours: Annotated[float, Field(ge=0)] = 24.0
@@ -137,8 +168,14 @@ class Params(Strict):
         """Optimiser steps of a budget: whole batches only."""
         return self.budgets[budget].tokens // (self.training.batch * self.packing.sequence_length)
 
+    def workers(self, scale: str) -> list[Worker]:
+        """The workers that a scale's cells may have, the preferred first."""
+        found = self.cluster.workers.get(scale) or self.cluster.workers.get("default") or Worker()
+        return found if isinstance(found, list) else [found]
+
     def worker(self, scale: str) -> Worker:
-        return self.cluster.workers.get(scale) or self.cluster.workers.get("default") or Worker()
+        """The preferred one."""
+        return self.workers(scale)[0]
 
     def groups(self) -> dict[str, Grid]:
         """The matrices of cells, by the name of their table in params.yaml."""

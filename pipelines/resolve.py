@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines import costs, tuning, workspace
+from pipelines import costs, slices, tuning, workspace
 from pipelines.cells import Specs, makers, specs, version_table
-from pipelines.params import Cell, Params, cells
+from pipelines.params import Params, cells
 from pipelines.reading import NAME, load
 from stages.artifact import write_atomically
 from stages.items import EXAMPLES, TEXT
@@ -68,7 +68,9 @@ def context(params: Params) -> dict[str, Any]:
         "cells": {cell.name: asdict(cell) for cell in cells(params)},
         "initial": {cell.name: source for cell in cells(params) if (source := tuning.source_of(params, cell))},
         "costs": {cell.name: asdict(costs.of(params, cell)) for cell in cells(params)},
-        "workers": {cell.name: _worker(params, cell) for cell in cells(params)} | {"default": _worker(params, None)},
+        "workers": {cell.name: _workers(params, cell.scale) for cell in cells(params)} | {"default": _workers(params, "default")},
+        "grows": [growth.model_dump() | _chip(params, growth.accelerator) for growth in params.cluster.grows],
+        "code": {"how": params.cluster.code, "python": params.cluster.python, "image": params.cluster.image},
     }
 
 
@@ -78,7 +80,18 @@ def task_files(params: Params) -> dict[str, list[str]]:
     return {name + behind[place]: source.files for name, task in params.tasks.items() for place, source in task.sources().items()}
 
 
-def _worker(params: Params, cell: Cell | None) -> dict[str, Any]:
-    worker = params.worker(cell.scale if cell else "default")
-    chip = params.accelerators[worker.accelerator].model_dump() if worker.accelerator else None
-    return worker.model_dump() | {"chip": chip}
+def _workers(params: Params, scale: str) -> list[dict[str, Any]]:
+    """The workers of a scale in order of preference, each with what its accelerator is."""
+    return [
+        worker.model_dump() | {"count": worker.chips, "chip": _chip(params, worker.accelerator) if worker.accelerator else None}
+        for worker in params.workers(scale)
+    ]
+
+
+def _chip(params: Params, name: str | None) -> dict[str, Any]:
+    """An accelerator as params.yaml has it, with Ray's type of it; of none, that it is none."""
+    if name is None:
+        return {"kind": "cpu", "type": None}
+    chip = params.accelerators[name]
+    typed = None if chip.kind == "cpu" or chip.type == "any" else chip.type or slices.ray_type(name, chip.kind)
+    return chip.model_dump() | {"name": name, "type": typed}

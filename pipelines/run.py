@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines import workspace
+from pipelines import environment, slices, workspace
+from pipelines.placement import Place
 from pipelines.store import Store
 from pipelines.work import Outcome, Request, execute
 from stages import artifact
@@ -113,14 +114,7 @@ def _makers(spec: Spec, context: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: Store, *, profile: bool = False) -> Request:
     """What is to be made, with all that depends on the place."""
-    worker = context["workers"].get(cell, context["workers"]["default"])
-    chip = worker["chip"]
-    resources, backend = {"cpus": worker["cpus"]}, worker.get("backend") or ("jax" if chip and chip["kind"] == "tpu" else "torch")
-    count = worker["count"] if chip and (stage == "train" or chip["kind"] == "tpu") else 1  # what else there is runs on one GPU
-    if chip and chip["kind"] == "gpu":
-        resources["gpus"] = count
-    elif chip and chip["kind"] == "tpu":
-        resources["TPU"] = worker["count"]
+    places = [place(stage, worker) for worker in context["workers"].get(cell, context["workers"]["default"])]
     return Request(
         stage=stage,
         cell=cell,
@@ -133,15 +127,35 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
             **context["settings"],
             "sources": _sources(stage, cell, context),
             "provenance": {"study": context["study"], "cell": cell, **_commit_of(Path.cwd())},
-            "peak_flops": chip["flops"] * count if chip else None,
-            "backend": backend,
             "profile": profile,
         },
-        threads=min(worker["cpus"], os.cpu_count() or 1),
-        device="cuda" if chip and chip["kind"] == "gpu" else "auto",  # a GPU that torch does not see is an error, never a processor instead
-        resources=resources,
-        processes=count if chip and chip["kind"] == "gpu" and backend == "torch" else 1,
+        places=[asdict(one) for one in places],
+        later=context.get("grows", []),
+        environment=environment.here(),
         retries=context["retries"],
+    ).at(places[0])
+
+
+def place(stage: str, worker: dict[str, Any]) -> Place:
+    """Where a worker of params.yaml lets a stage run. A training takes all its chips, anything else one GPU, or a TPU host at most."""
+    chip, count, topology = worker["chip"] or {"kind": "cpu"}, worker["count"], worker.get("topology")
+    kind, typed = chip["kind"], chip.get("type")
+    backend = worker.get("backend") or ("jax" if kind == "tpu" else "torch")
+    hosts = slices.hosts(topology, typed or "") if topology else 1
+    if stage != "train" and (kind == "gpu" or hosts > 1):
+        count, topology, hosts = 1, None, 1
+    processes = hosts if kind == "tpu" else count if kind == "gpu" and backend == "torch" else 1
+    chips = {"gpu": {"gpus": count}, "tpu": {"TPU": count}, "cpu": {}}[kind]
+    named = f"{topology} of {chip.get('name', kind)}" if topology else f"{count} x {chip.get('name', kind)}"
+    return Place(
+        name="processors" if kind == "cpu" else named,
+        resources={"cpus": worker["cpus"] * (hosts if topology else 1), **chips},
+        processes=processes,
+        type=typed,
+        topology=topology,
+        device={"gpu": "cuda", "tpu": "tpu", "cpu": "auto"}[kind],  # one that is not there is an error, never a processor instead
+        backend=backend,
+        peak_flops=chip["flops"] * count if "flops" in chip else None,
     )
 
 

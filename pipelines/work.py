@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.placement import Place
 from pipelines.store import Busy, Lease, Store
 from stages import units
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
@@ -26,7 +27,9 @@ class Request:
 
     inputs: input name -> absolute path; of one that is not made yet, where the study's folder will have it. makers: input name -> (key of the artifact
     in the store that holds it, path in it). settings: what the stage's Context carries (sources, provenance, peak_flops).
-    resources: what a worker must have ("cpus", "gpus", or any name of Ray's), all its processes together. store: the store's folder.
+    resources: what a worker must have ("cpus", "gpus", or any name of Ray's), all its processes together; type, topology: what its nodes must be (see
+    placement.Place). store: the store's folder. places: where it may run, the preferred first, of which `at` takes one; without any, as the request
+    itself says. later: the nodes that the cluster may add. environment: what its worker's libraries and versions must be.
     """
 
     stage: str
@@ -42,6 +45,11 @@ class Request:
     processes: int = 1
     retries: int = 2
     makers: dict[str, tuple[str, str]] = field(default_factory=dict)
+    type: str | None = None
+    topology: str | None = None
+    places: list[dict[str, Any]] = field(default_factory=list)
+    later: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -53,6 +61,27 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         return cls(**json.loads(text))
+
+    @property
+    def choices(self) -> list[Place]:
+        """Where it may run, the preferred first."""
+        own = Place("this", self.resources, self.processes, self.type, self.topology, self.device, self.settings.get("backend"))
+        return [Place(**place) for place in self.places] or [own]
+
+    def at(self, place: Place) -> Request:
+        """The same, to run there. Nothing of it is identity; provenance says which it was."""
+        settings = self.settings | {"provenance": self.settings.get("provenance", {}) | {"place": place.name}}
+        settings |= {name: value for name, value in (("backend", place.backend), ("peak_flops", place.peak_flops)) if value is not None}
+        return replace(
+            self,
+            resources=place.resources,
+            processes=place.processes,
+            type=place.type,
+            topology=place.topology,
+            device=place.device,
+            settings=settings,
+            threads=min(int(place.resources.get("cpus", 1)), os.cpu_count() or 1) if self.places else self.threads,
+        )
 
     def located(self, store: Store) -> Request:
         """The same, with each input that the store has read there, where nothing moves under a stage that runs."""

@@ -97,7 +97,7 @@ def test_many_hours_want_to_be_approved_once(study):
 def test_a_machine_with_room_for_one_runs_nothing_ahead(study, monkeypatch):
     context = workspace.context(study)
     assert not ahead.room_here(context)  # the made-up GPU is not here
-    workers = {"default": {"cpus": 2, "count": 1, "chip": None}}
+    workers = {"default": [{"cpus": 2, "count": 1, "chip": None}]}
     for processors, room in ((2, False), (3, False), (4, True)):
         monkeypatch.setattr(ahead.os, "cpu_count", lambda n=processors: n)
         assert ahead.room_here(context | {"workers": workers}) is room
