@@ -113,7 +113,7 @@ def _nodes(params: Params) -> list[str]:
         workers = given["workers"].get(next((cell.name for cell in cells(params) if cell.scale == scale), scale))
         for stage in ("train", "evaluate") if scale != "default" else ("pack",):
             places = [place(stage, worker) for worker in workers]
-            if not any(placement.fits(one, nodes) for one in places):
+            if placement.first(places, nodes) is None:
                 what = f"{stage} of {scale}" if scale != "default" else "a stage without a scale (cluster.workers.default)"
                 found.append(f"cluster: {placement.refusal(what, places, nodes)}")
     return found

@@ -26,7 +26,7 @@ from ray._private.state import available_resources_per_node
 
 from pipelines import head
 from pipelines.board import Board
-from pipelines.placement import Offer, Place, fits, later, refusal, take
+from pipelines.placement import Offer, Place, first, fits, later, refusal, take
 from pipelines.store import Store
 from pipelines.work import Outcome, Request
 
@@ -128,7 +128,7 @@ class Driver:
     def _can_be_placed(self, work: Work) -> bool:
         """Whether there is any place for it, asked when it is first seen, long before its inputs are made; it is refused where there is none."""
         nodes, _ = self._nodes()
-        if any(fits(place, nodes + later(work.request.later)) for place in work.request.choices):
+        if first(work.request.choices, nodes + later(work.request.later)):
             return True
         self._refuse(work, nodes)
         return False
@@ -215,7 +215,7 @@ class Driver:
         unsettled = [other for other in others if time.monotonic() - other.given < SETTLE_SECONDS]
         for other in unsettled:
             free = take(other.place, free)
-        place = next((place for place in possible if fits(place, free)), None)
+        place = first(possible, free)
         if place is possible[0] or (place and not unsettled) or (place is None and not fits(possible[0], nodes)):
             return place or possible[0]
         work.again = time.monotonic() + BUSY_SECONDS
@@ -230,7 +230,7 @@ class Driver:
         ]
         for place, short in zip(choices, shorts, strict=True):
             if not short:
-                return place
+                return replace(place, type=None, topology=None)
         request = work.request
         self._answer(request.key, Outcome("failed", f"{request.stage} of {request.cell} wants {', or '.join(' and '.join(short) for short in shorts)}, which this machine "
                                           "does not offer; set RAY_ADDRESS to a cluster that does, or change cluster.workers in params.yaml.", "mistake"))  # fmt: skip

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Ray's labels of a node.
 TYPE, TOPOLOGY, POD, SLICE = "ray.io/accelerator-type", "ray.io/tpu-topology", "ray.io/tpu-pod-type", "ray.io/tpu-slice-name"
-KINDS = {"GPU": "GPUs", "TPU": "TPU chips"}
+KINDS = {"CPU": "processors", "GPU": "GPUs", "TPU": "TPU chips"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Place:
         return found | ({TOPOLOGY: self.topology} if self.topology and self.processes == 1 else {})
 
     def __str__(self) -> str:
-        each = " and ".join(f"{size:g} {KINDS.get(name, name)}" for name, size in self.each.items())
+        each = " and ".join(_amount(name, size) for name, size in self.each.items())
         return f"{self.name} ({f'{self.processes} processes, each with ' if self.processes > 1 else ''}{each})"
 
 
@@ -82,14 +82,18 @@ class Offer:
         return self.labels.get(TOPOLOGY) == place.topology or (TOPOLOGY not in self.labels and self.labels.get(POD) == _pod(place))
 
     def __str__(self) -> str:
-        what = [f"{self.resources.get('CPU', 0):g} CPU"]
-        what += [f"{self.resources[name]:g} {KINDS[name]}" for name in KINDS if self.resources.get(name)]
+        what = [_amount(name, self.resources[name]) for name in KINDS if self.resources.get(name)] or ["nothing"]
         kind = ", ".join(filter(None, (self.labels.get(TYPE), self.labels.get(TOPOLOGY))))
         return ", ".join(what) + (f" ({kind})" if kind else "")
 
 
 def _pod(place: Place) -> str:
     return slices.pod_type(place.topology or "", place.type or "")
+
+
+def _amount(name: str, size: float) -> str:
+    kind = KINDS.get(name, name)
+    return f"{size:g} {kind.removesuffix('s') if size == 1 and name in KINDS else kind}"
 
 
 def fits(place: Place, offers: Iterable[Offer]) -> bool:
@@ -119,9 +123,9 @@ def take(place: Place, offers: list[Offer]) -> list[Offer]:
     return found
 
 
-def choose(places: list[Place], free: list[Offer], nodes: list[Offer]) -> Place | None:
-    """The first place that has room now, else the first that there could ever be. free: what is free of the nodes. nodes: all, with those that may come."""
-    return next((place for place in places if fits(place, free)), None) or next((place for place in places if fits(place, nodes)), None)
+def first(places: Iterable[Place], offers: list[Offer]) -> Place | None:
+    """The first place that these nodes have room for."""
+    return next((place for place in places if fits(place, offers)), None)
 
 
 def refusal(what: str, places: list[Place], nodes: list[Offer]) -> str:
@@ -141,7 +145,7 @@ def missing(place: Place, nodes: list[Offer]) -> str:
     for name, size in place.each.items():
         most = max(node.resources.get(name, 0) for node in suited)
         if most < size:
-            return f"none of these nodes has {size:g} {KINDS.get(name, name)}, at most {most:g}"
+            return f"none of these nodes has {_amount(name, size)}, at most {most:g}"
     count = sum(node.processes(place) for node in suited)
     return f"there is room for {count:g} of its {place.processes} processes" + (", on one slice" if place.topology else "")
 
