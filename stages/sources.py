@@ -138,19 +138,20 @@ def expand(patterns: Iterable[str], pin: str | None = None, folder: Path = Path(
             raise ValueError(f"{pattern} is pinned by a revision, which only hf:// files have; `strata lock-data` writes a pin that fits.")
         if revision:
             url = HUB.sub(rf"hf://\1@{revision}\2", url)
-        fs, path = _open(url)
+        fs, path = opened(url)
         for one in _matches(fs, path, url):
             file = File(fs, one, f"{pin}:{one}" if revision else None)
             found[str(file)] = file
     return sorted(found.values(), key=lambda file: (file.name, file.path))
 
 
-def _open(url: str) -> tuple[AbstractFileSystem, str]:
+def opened(url: str, **options: Any) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL, and the path in it. ValueError where fsspec does not know it, lacks a package for it, or cannot open it."""
     import fsspec
 
     protocols = re.findall(r"(?:^|::)([a-z0-9+.-]+)://", url)
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         packages = " ".join(dict.fromkeys(PACKAGES[name] for name in protocols if name in PACKAGES))
         raise ValueError(f"{url} needs a package that is not installed ({error}): pip install {packages or 'it'}.") from error
