@@ -19,9 +19,11 @@ def link(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Link every file under `source` whose relative path is `wanted` to the same place under `target`."""
+    """Link every file under `source` whose relative path is `wanted` to the same place under `target`. ValueError for a symbolic link: it leads elsewhere."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link; an artifact holds files. Delete it and run again.")
         if path.is_file() and wanted(name):
             link(path, target / name)

@@ -15,10 +15,12 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from pipelines import objects
 from pipelines.files import link_tree
 from pipelines.processes import identity, runs
 from stages import artifact
@@ -52,11 +55,25 @@ def _namespace() -> str:
         return ""
 
 
-def _process_is_alive(holder: dict[str, Any]) -> bool | None:
+def holder_is_alive(record: dict[str, Any]) -> bool | None:
     """Whether the holder's process runs; None where that cannot be seen from here."""
-    if holder.get("host") != socket.gethostname() or holder.get("namespace") != _namespace():
+    if record.get("host") != socket.gethostname() or record.get("namespace") != _namespace():
         return None
-    return runs(holder)
+    return runs(record)
+
+
+def holder() -> dict[str, Any]:
+    """This process, as a lease names its holder."""
+    return {"host": socket.gethostname(), "namespace": _namespace(), **identity(psutil.Process())}
+
+
+def open_store(where: str | Path) -> Store:
+    """The store in a folder, or in the bucket of a URL (s3://bucket/path, gs://bucket/path). ValueError where a bucket cannot be used."""
+    if not objects.is_url(where):
+        return Store(Path(where))
+    from pipelines.remote import RemoteStore
+
+    return RemoteStore(str(where))
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Lease:
 
     folder: Path
     store: Store
+    token: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -76,11 +94,24 @@ class Lease:
         """Whoever creates this file asks the attempt to save its work and stop."""
         return self.folder / "stop"
 
+    def stop_requested(self) -> bool:
+        return self.stop_file.exists()
+
+    def kept(self) -> None:
+        """To be called when work was saved that a later attempt can go on from. Here it is saved in the store itself."""
+
     def fence(self) -> None:
-        """Raise LeaseLost if a later attempt took over: to be called before every write that lasts."""
-        later = [path.name for path in self.folder.parent.iterdir() if int(path.name) > self.number]
-        if later or not self.folder.is_dir():
+        """Raise LeaseLost if a later attempt took over, or the artifact was forgotten: to be called before every write that lasts."""
+        later = [path.name for path in self.folder.parent.iterdir() if int(path.name) > self.number] if self.folder.is_dir() else []
+        if later or not self.folder.is_dir() or self._is_anothers():
             raise LeaseLost(f"Attempt {self.number} was taken over by attempt {max(later, default='?', key=int)}.")
+
+    def _is_anothers(self) -> bool:
+        """Whether this number was given again, after the artifact was forgotten while this process was silent."""
+        try:
+            return json.loads((self.folder / "heartbeat").read_text()).get("token", self.token) != self.token
+        except (OSError, ValueError):
+            return False
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -119,9 +150,14 @@ class Lease:
         return True
 
     def release(self, outcome: dict[str, Any]) -> None:
-        """Record how the attempt ended and let the lease go."""
-        artifact.write_atomically(self.folder / "outcome.json", json.dumps(outcome) + "\n")
-        (self.folder / "heartbeat").unlink(missing_ok=True)
+        """Record how the attempt ended and let the lease go. Where the record cannot be written (a full disk, a folder that whoever took over has
+        cleared away) the heartbeat stays, and the lease goes with this process."""
+        try:
+            if self.folder.is_dir():
+                artifact.write_atomically(self.folder / "outcome.json", json.dumps(outcome) + "\n")
+                (self.folder / "heartbeat").unlink(missing_ok=True)
+        except OSError as error:
+            print(f"Warning: how attempt {self.number} ended is not recorded at {self.folder} ({error}).", file=sys.stderr, flush=True)
 
 
 class Store:
@@ -129,22 +165,52 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
+        self.where = str(self.root)
+
+    @property
+    def objects(self) -> objects.Objects:
+        """Small files beside the artifacts: the board's, approvals."""
+        return objects.Folder(self.root)
 
     def folder(self, key: str) -> Path:
         return self.root / "artifacts" / key[:2] / key
 
-    def find(self, key: str) -> Path | None:
-        """The folder of the published artifact of this key, or None.
+    def keys(self) -> list[str]:
+        """Every published key."""
+        return sorted(path.parent.name for path in (self.root / "artifacts").glob("*/*/published"))
+
+    def published(self, key: str) -> bool:
+        return (self.folder(key) / "published").exists()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, answers about many keys may be as old as its beginning: a bucket is listed once then."""
+        yield
+
+    def spec(self, key: str) -> str | None:
+        """The text of the spec that a key stands for."""
+        path = self.folder(key) / "spec.json"
+        return path.read_text() if path.is_file() else None
+
+    def locate(self, key: str, inside: str = "") -> Path | None:
+        """Where a stage reads this part of a published artifact, or None. ValueError where it is damaged."""
+        found = self.find(key)
+        return found / inside if found else None
+
+    def find(self, key: str, wanted: Callable[[str], bool] | None = None) -> Path | None:
+        """The folder of the published artifact of this key, or None. wanted: which of its files will be read, where they must be fetched first.
 
         ValueError where it was published and is damaged now: it is never silently made again.
         """
         pointer = self.folder(key) / "published"
         try:
-            number = pointer.read_text().strip()
+            number = pointer.read_bytes().strip().decode(errors="replace")
         except FileNotFoundError:
             return None
-        attempt = self.folder(key) / "attempts" / number
         try:
+            if not number.isdecimal():
+                raise ValueError(f"{pointer} names no attempt.")
+            attempt = self.folder(key) / "attempts" / number
             artifact.read(attempt, key=key)
         except ValueError as error:
             raise ValueError(
@@ -159,6 +225,28 @@ class Store:
             sorted((path for path in parent.iterdir() if path.name.isdigit()), key=lambda path: -int(path.name)) if parent.is_dir() else []
         )
 
+    def newest(self, key: str) -> int:
+        """The number of the newest attempt; 0 where there was none."""
+        return max((int(path.name) for path in self.attempts(key)[:1]), default=0)
+
+    def resumable(self, key: str) -> list[Path]:
+        """Folders with the work of earlier attempts, newest first."""
+        return self.attempts(key)
+
+    def ask_to_stop(self, key: str) -> bool:
+        """Ask the attempt that is being made to save its work and end. False where none is."""
+        attempt = self.alive(key)
+        if attempt is not None:
+            (attempt / "stop").touch()
+        return attempt is not None
+
+    def tidy(self, key: str, number: int) -> None:
+        """The artifact of this key stands: other attempts' folders are of no more use. number: the attempt that has just ended."""
+        published = self.find(key)
+        for attempt in self.attempts(key):
+            if attempt != published and attempt.name != str(number):
+                shutil.rmtree(attempt, ignore_errors=True)
+
     def acquire(self, key: str, spec: str) -> Lease:
         """Begin an attempt at this key. Raises Busy while another one is alive. spec: the text of the spec, kept beside it."""
         attempts = self.attempts(key)
@@ -171,10 +259,14 @@ class Store:
             target.mkdir()
         except FileExistsError:
             raise Busy({}, 0.0) from None
-        holder = {"host": socket.gethostname(), "namespace": _namespace(), **identity(psutil.Process())}
-        artifact.write_atomically(target / "heartbeat", json.dumps(holder))
-        artifact.write_atomically(self.folder(key) / "spec.json", spec)
-        return Lease(target, self)
+        lease = Lease(target, self, uuid.uuid4().hex)
+        try:
+            artifact.write_atomically(target / "heartbeat", json.dumps(holder() | {"token": lease.token}))
+            artifact.write_atomically(self.folder(key) / "spec.json", spec)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)  # without a heartbeat it would look busy for a while
+            raise
+        return lease
 
     def alive(self, key: str) -> Path | None:
         """The attempt that is being made now, or None."""
@@ -189,12 +281,13 @@ class Store:
         heartbeat = attempt / "heartbeat"
         try:
             holder, beaten = json.loads(heartbeat.read_text()), heartbeat.stat().st_mtime
-        except (FileNotFoundError, json.JSONDecodeError):
+            holder = holder if isinstance(holder, dict) else {}
+        except (FileNotFoundError, ValueError):
             if (attempt / "outcome.json").exists() or self._now() - attempt.stat().st_mtime > STALE_SECONDS:
                 return
             raise Busy({}, self._now() - attempt.stat().st_mtime) from None
         age = self._now() - beaten
-        if age < STALE_SECONDS and _process_is_alive(holder) is not False:
+        if age < STALE_SECONDS and holder_is_alive(holder) is not False:
             raise Busy(holder, age)
 
     def _now(self) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 from stages.spec import fingerprint
 
 NAME = "artifact.json"
+SEAL = "seal"  # the record's entry that is the fingerprint of all others
 SCHEMA = 1
 BLOCK = 1 << 22
 
@@ -69,12 +70,21 @@ def write(
         "digest": fingerprint({name: entry["digest"] for name, entry in entries.items()}),
         "inputs": dict(sorted(inputs.items())),
     }
-    write_atomically(out / NAME, json.dumps(record, indent=1, sort_keys=True) + "\n")
+    write_atomically(out / NAME, json.dumps(record | {SEAL: fingerprint(record)}, indent=1, sort_keys=True) + "\n")
     return record
 
 
-def read(folder: Path, *, key: str | None = None, content: bool = False) -> dict[str, Any]:
-    """The record of a complete artifact, its JSON files checked; with `content`, its data is read and checked too.
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. ValueError for a name that leads out of it: names in records are not to be trusted."""
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{name!r} is no name of a file in {folder}: it leads elsewhere.")
+    return folder / name
+
+
+def read(folder: Path, *, key: str | None = None, content: bool = False, data: bool = True) -> dict[str, Any]:
+    """The record of a complete artifact, its JSON files checked; with `content`, its data is read and checked too, and without `data` the record
+    alone is looked at (where its files are elsewhere).
 
     Raises ValueError, with what is wrong and what to do, where the record is missing or damaged, was made under another
     key, lists a file that is not there whole, or (with `content`) one whose data is not what was recorded.
@@ -83,18 +93,21 @@ def read(folder: Path, *, key: str | None = None, content: bool = False) -> dict
     remedy = "Delete it and run again: what is missing is made anew."
     try:
         record = json.loads(path.read_text())
+        seal = record.pop(SEAL, None)
         digest, files = record["digest"], record["files"]
         stated = fingerprint({name: entry["digest"] for name, entry in files.items()})
+        whole = seal in (None, fingerprint(record))
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {NAME}: it was never completed. {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
-    if digest != stated:
-        raise ValueError(f"{path} does not agree with itself (digest {digest[:12]}, its files give {stated[:12]}). {remedy}")
+    if digest != stated or not whole:
+        why = f"digest {str(digest)[:12]}, its files give {stated[:12]}" if digest != stated else "its seal is another record's"
+        raise ValueError(f"{path} does not agree with itself ({why}). {remedy}")
     if key is not None and record["key"] != key:
         raise ValueError(f"{folder} was made under key {record['key'][:12]}, wanted {key[:12]}: it belongs to other parameters. {remedy}")
-    for name, entry in files.items():
-        file = folder / name
+    for name, entry in files.items() if data else ():
+        file = inside(folder, name)
         if not file.is_file() or file.stat().st_size != entry["size"]:
             found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
             raise ValueError(f"{file} should have {entry['size']} bytes, found {found}. {remedy}")

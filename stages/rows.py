@@ -19,9 +19,18 @@ from stages import artifact, schemas
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
+SHARDS, ROWS = "shards", "rows.parquet"
 HELD = 4  # decoded row groups, and open files
 
 REMEDY = "Delete it and run pack again: what is missing is made anew."
+
+
+def shards(budget: Path) -> list[str]:
+    """The files of the rows of a budget, seen from the packed folder. ValueError where the budget is damaged."""
+    try:
+        return [f"{SHARDS}/{name}/{ROWS}" for name, _, _ in json.loads(budget.read_text())["shards"]]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{budget} is not a readable budget ({error}). {REMEDY}") from error
 
 
 class Rows:
@@ -34,7 +43,7 @@ class Rows:
     def __init__(self, budget: Path, *, verify: bool = False) -> None:
         try:
             record = json.loads(budget.read_text())
-            shards = [(budget.parent.parent / "shards" / name / "rows.parquet", digest, rows) for name, digest, rows in record["shards"]]
+            shards = [(budget.parent.parent / SHARDS / name / ROWS, digest, rows) for name, digest, rows in record["shards"]]
             self._open(shards, record["sequence_length"], verify)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{budget} is not a readable budget ({error}). {REMEDY}") from error
