@@ -9,10 +9,10 @@ import socket
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.artifact import write_atomically
-from stages.spec import Context, Spec
+if TYPE_CHECKING:
+    from stages.spec import Context, Spec
 
 NAME = "provenance.json"
 LIBRARIES = (
@@ -48,6 +48,8 @@ def write(out: Path, spec: Spec, context: Context, *, started: float, **facts: A
 
     What the caller knows and the stage does not (study, git commit, attempt) comes in context.settings["provenance"].
     """
+    from stages.artifact import write_atomically  # here: benchmarks ask for `versions` where only the kernels' libraries are installed
+
     record = {
         "key": spec.key,
         "stage": spec.stage,
