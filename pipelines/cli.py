@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,9 +26,22 @@ StudyArgument = Annotated[
 def main() -> None:
     """Run a command; a user's mistake is one sentence and exit code 2, a fault of ours a traceback."""
     try:
-        app()
+        with _told_of_full_disk():
+            app()
     except ValueError as mistake:
         stop(str(mistake), MISTAKE)
+
+
+@contextmanager
+def _told_of_full_disk() -> Iterator[None]:
+    """As a stage tells it, for all that is written around it."""
+    try:
+        yield
+    except OSError:
+        from stages.engine import told_of_full_disk
+
+        with told_of_full_disk(Path.cwd()):
+            raise
 
 
 def stop(message: str, code: int) -> NoReturn:

@@ -24,5 +24,5 @@ def runs(who: dict[str, Any] | None) -> bool:
     try:
         process = psutil.Process(who["pid"]) if who else None
         return process is not None and abs(started(process) - who["started"]) < TOLERANCE and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError):
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):  # it ended, or the record of it is damaged
         return False

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ from stages.spec import Spec
 
 if TYPE_CHECKING:
     from pipelines import ahead, head
+    from pipelines.progress import Progress
 
 STORE = ".strata"
 FLOORS = ("kernels", "models", "stages", "pipelines")
+BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
 REMEMBERED = ("train", "evaluate", "analyze")  # what MLflow hears of
 
 
@@ -206,7 +209,7 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
             )
         if not ray:
             with _signals() as stopping:
-                return execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))
+                return _execute_here(wanted, progress, stopping)
         from pipelines import head, jobs, tracking
 
         if wanted.stage in REMEMBERED:
@@ -214,6 +217,21 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
         address = head.address_from_environment() or head.ensure(root_of(context))
         _release([item for item in rest if item != (wanted.stage, wanted.cell)], context, store, address)
         return jobs.ask(wanted, address, progress=progress)
+
+
+def _execute_here(wanted: Request, progress: Progress, stopping: list[int]) -> Outcome:
+    """Make it in this process, or, where another makes it, wait for what comes of that."""
+    said = False
+    while True:
+        outcome = execute(wanted, on_progress=progress.show, stop=lambda: bool(stopping))
+        if outcome.status not in ("busy", "lost"):
+            return outcome
+        if stopping:
+            return Outcome("stopped", "It was stopped while another made it.")
+        if not said:
+            progress.say(f"{wanted.stage} {wanted.cell} waits: {outcome.error}")
+            said = True
+        time.sleep(BUSY_SECONDS)
 
 
 def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address) -> None:

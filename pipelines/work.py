@@ -16,6 +16,7 @@ from typing import Any
 from pipelines.placement import Place
 from pipelines.store import Busy, Lease, Store
 from stages import units
+from stages.engine import told_of_full_disk
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
 
 LOG = "log.txt"
@@ -128,9 +129,12 @@ def execute(
         return Outcome("present", folder=str(found))
     earlier = store.attempts(spec.key)
     try:
-        lease = store.acquire(spec.key, canonical(spec.model_dump()))
+        with told_of_full_disk(store.root):
+            lease = store.acquire(spec.key, canonical(spec.model_dump()))
     except Busy as busy:
         return Outcome("busy", str(busy))
+    except ValueError as full:
+        return Outcome("failed", str(full), "mistake")
     if log:
         _print_to(lease.folder / LOG)
     outcome = _run(request, spec, lease, earlier, on_progress, stop)
@@ -166,23 +170,33 @@ def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_pro
     folder = str(lease.folder)
     try:
         stage = importlib.import_module(f"stages.{request.stage}")
-        with lease.beating(), units.shared(lease.store):
+        with lease.beating(), units.shared(lease.store), told_of_full_disk(lease.folder):
             stage.run(spec, lease.folder, {name: Path(path) for name, path in request.inputs.items()}, context)
             published = lease.publish()
     except Stopped as stopped:
         return Outcome("stopped", str(stopped), folder=folder)
     except LeaseLost as lost:
         return Outcome("lost", str(lost), folder=folder)
-    except ValueError as mistake:
-        # Our own ValueErrors are sentences for the user; one out of a library's depths is a fault of ours and keeps its traceback.
-        last = traceback.extract_tb(mistake.__traceback__)[-1].filename
-        ours = any(part in last for part in ("/stages/", "/models/", "/kernels/", "/pipelines/")) and "site-packages" not in last
-        return Outcome("failed", str(mistake), "mistake", folder) if ours else Outcome("failed", traceback.format_exc(), "error", folder)
-    except Exception:
-        return Outcome("failed", traceback.format_exc(), "error", folder)
+    except Exception as error:
+        return _failed(error, lease)
     if not published:
         return Outcome("present", folder=str(lease.store.find(spec.key)))
     return Outcome("succeeded", folder=folder)
+
+
+def _failed(error: Exception, lease: Lease) -> Outcome:
+    """What an exception of a stage means. Of one whose lease is lost only that: whoever took over may have cleared its folder away."""
+    folder = str(lease.folder)
+    try:
+        lease.fence()
+    except (LeaseLost, OSError) as lost:
+        return Outcome("lost", str(lost), folder=folder)
+    if isinstance(error, ValueError):
+        # Our own ValueErrors are sentences for the user; one out of a library's depths is a fault of ours and keeps its traceback.
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        if any(part in last for part in ("/stages/", "/models/", "/kernels/", "/pipelines/")) and "site-packages" not in last:
+            return Outcome("failed", str(error), "mistake", folder)
+    return Outcome("failed", "".join(traceback.format_exception(error)), "error", folder)
 
 
 def _tidy(store: Store, key: str, lease: Lease) -> None:

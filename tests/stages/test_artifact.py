@@ -50,6 +50,7 @@ def test_the_digest_is_of_the_data_not_of_the_bytes(tmp_path):
     (lambda folder: (folder / "artifact.json").write_bytes((folder / "artifact.json").read_bytes()[:-30]), "is damaged"),
     (lambda folder: (folder / "artifact.json").write_text("[]"), "is damaged"),
     (lambda folder: (folder / "artifact.json").write_text((folder / "artifact.json").read_text().replace("sha256:", "sha256:0")), "agree with itself"),
+    (lambda folder: (folder / "artifact.json").write_text((folder / "artifact.json").read_text().replace('"from": "d"', '"from": "e"')), "another record's"),
     (lambda folder: (folder / "a.txt").unlink(), "found nothing"),
     (lambda folder: (folder / "a.txt").write_text("some"), "should have 9 bytes, found 4"),
     (lambda folder: (folder / "t.parquet").write_bytes(b"PAR1"), "should have"),

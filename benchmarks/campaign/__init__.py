@@ -1,0 +1,1 @@
+"""The fault campaign's parts: see benchmarks/faults.py."""
