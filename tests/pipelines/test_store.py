@@ -195,3 +195,30 @@ def test_a_failed_unit_leaves_nothing(tmp_path: Path) -> None:
             (folder / "rows").write_text("rows")
             raise RuntimeError
     assert not (tmp_path / "unit").exists() and not list(tmp_path.glob(".partial*")) and not (tmp_path / "store").exists()
+
+
+def test_a_record_with_any_bit_flipped_never_breaks_the_store(tmp_path: Path) -> None:
+    """The pointer: refused, named, with the remedy. The heartbeat: whoever comes waits or takes over."""
+    store = Store(tmp_path)
+    lease = store.acquire(KEY, "{}")
+    heartbeat = lease.folder / "heartbeat"
+    whole = heartbeat.read_bytes()
+    for bit in range(8 * len(whole)):
+        heartbeat.write_bytes(flip(whole, bit))
+        store.alive(KEY)
+    finish(lease)
+    lease.publish()
+    lease.release({"status": "succeeded"})
+    pointer = store.folder(KEY) / "published"
+    whole = pointer.read_bytes()
+    for damaged in [b"", *(flip(whole, bit) for bit in range(8 * len(whole)))]:
+        pointer.unlink()
+        pointer.write_bytes(damaged)
+        with pytest.raises(ValueError, match="strata forget"):
+            store.find(KEY)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    made = bytearray(data)
+    made[bit // 8] ^= 1 << bit % 8
+    return bytes(made)
