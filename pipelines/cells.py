@@ -86,6 +86,8 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
 
         settings = {name: setting.options() for name, setting in params.evaluation.settings.items() if takes(model, setting)}
         evaluation = plain(params.evaluation) | what | {"settings": settings}
+        if not settings:
+            evaluation.pop("settings_lengths", None)
         if not internals.can(model):
             evaluation.pop("internals", None)
         elif params.evaluation.internals:

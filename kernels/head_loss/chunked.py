@@ -20,7 +20,8 @@ def head_loss(
     x_ND: torch.Tensor, embedding_VD: torch.Tensor, target_N: torch.Tensor, weight_N: torch.Tensor, *, run: Callable | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.head_loss.head_loss`. run: `loss_and_gradient`, or another form of it."""
-    nll_N, total = _HeadLoss.apply(run or loss_and_gradient, x_ND, embedding_VD, target_N, weight_N)
+    differentiate = torch.is_grad_enabled() and (x_ND.requires_grad or embedding_VD.requires_grad)
+    nll_N, total = _HeadLoss.apply(run or loss_and_gradient, differentiate, x_ND, embedding_VD, target_N, weight_N)
     return total, nll_N
 
 
@@ -28,16 +29,16 @@ class _HeadLoss(torch.autograd.Function):
     """(nll_N, which carries no gradient; the sum over n of weight_n nll_n)."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        nll_N, dx_ND, dembedding_VD = run(*inputs, differentiate=ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+    def forward(ctx: Any, run: Callable, differentiate: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nll_N, dx_ND, dembedding_VD = run(*inputs, differentiate=differentiate)
         ctx.save_for_backward(dx_ND, dembedding_VD)
         ctx.mark_non_differentiable(nll_N)
         return nll_N, (nll_N * inputs[-1]).sum()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, _: torch.Tensor, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor, torch.Tensor, None, None]:
         dx_ND, dembedding_VD = ctx.saved_tensors
-        return None, dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None
+        return None, None, dx_ND * gradient.to(dx_ND.dtype), dembedding_VD * gradient, None, None
 
 
 def loss_and_gradient(

@@ -46,12 +46,14 @@ class Evaluation(Strict):
     """`evaluation:` of params.yaml.
 
     lengths: of the windows that documents are cut into. settings: name -> how solvers run, each evaluated besides as trained.
+    settings_lengths: of the lengths, those at which it is; null: all. Validation rows have their own.
     internals: validation sequences on which layers that can are looked at inside; 0: none.
     batch_tokens: tokens scored at once; never in a spec (nor in `model_dump`), since it changes no result beyond rounding.
     """
 
     lengths: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     settings: dict[Name, Setting] = {}
+    settings_lengths: list[int] | None = None
     internals: int = Field(default=0, ge=0)
     batch_tokens: int = Field(default=BATCH_TOKENS, ge=1, exclude=True)
 
@@ -59,6 +61,8 @@ class Evaluation(Strict):
     def _one_of_each(self) -> Evaluation:
         if twice := sorted({length for length in self.lengths if self.lengths.count(length) > 1}):
             raise ValueError(f"length {twice[0]} is listed twice")
+        if strangers := sorted(set(self.settings_lengths or []) - set(self.lengths)):
+            raise ValueError(f"settings_lengths has {strangers[0]}, which is none of the lengths {', '.join(map(str, self.lengths))}")
         return self
 
 
@@ -82,6 +86,7 @@ class Parameters(Strict):
     precision: engine.Precision = "float32"
     lengths: list[Annotated[int, Field(ge=1)]]
     settings: dict[Name, Setting] = {}
+    settings_lengths: list[int] | None = None
     internals: int = Field(default=0, ge=0)
     internals_code: int = 1  # the version of what is looked at
     tasks: dict[str, Asked] = {}

@@ -125,7 +125,7 @@ class Texts:
 
 
 def texts(spec: Spec, parameters: Parameters, model: Model) -> list[Texts]:
-    """Every unit of text of an evaluation: the validation rows, then the sets by name, at each length; as trained, then each setting."""
+    """Every unit of text of an evaluation: the validation rows, then the sets by name, at each length; as trained, then each setting where it is asked."""
     settings = {TRAINED: {}} | {name: setting.options() for name, setting in parameters.settings.items() if takes(model, setting)}
     sets = [(VALIDATION, parameters.sequence_length)] if VALIDATION in spec.inputs else []
     sets += [(name, length) for name in sorted(spec.inputs) if name.startswith("evaluation/") for length in parameters.lengths]
@@ -141,6 +141,7 @@ def texts(spec: Spec, parameters: Parameters, model: Model) -> list[Texts]:
         )
         for name, length in sets
         for setting, options in settings.items()
+        if setting == TRAINED or name == VALIDATION or parameters.settings_lengths is None or length in parameters.settings_lengths
     ]
 
 

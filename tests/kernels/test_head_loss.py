@@ -82,3 +82,19 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="head_loss: target .* must agree"):
         head_loss(x, embedding, target[1:], weight)
     assert package.SOFT_CAP == 30
+
+
+def test_scoring_computes_no_gradient(monkeypatch):
+    """Where none can be asked for, also of parameters that want one in training."""
+    asked = []
+
+    def watched(*given, differentiate):
+        asked.append(differentiate)
+        return chunked.loss_and_gradient(*given, differentiate=differentiate)
+
+    x, embedding, target, weight = inputs(5, 11, 4, torch.float32)
+    embedding.requires_grad_()
+    total, _ = chunked.head_loss(x, embedding, target, weight, run=watched)
+    with torch.no_grad():
+        same, _ = chunked.head_loss(x, embedding, target, weight, run=watched)
+    assert asked == [True, False] and total.requires_grad and not same.requires_grad and torch.equal(total, same)

@@ -264,6 +264,16 @@ def test_one_new_setting_at_one_length_is_one_unit(out, study):
     assert do(spec_of(**few, settings=FEW), out, study) == [f"validation-{LENGTH}-cg-1"]
 
 
+def test_settings_are_asked_at_the_lengths_that_are_named(out, study):
+    everywhere = do(spec_of(settings=FEW), out, study)
+    fewer = spec_of(settings=FEW, settings_lengths=[16])
+    assert do(fewer, out, study) == []  # what is there has the same keys
+    left = {path.parent.name for path in out.glob("*/artifact.json")}
+    assert left == set(everywhere) - {"books-8-cg-1", "lines-8-cg-1"} and f"validation-{LENGTH}-cg-1" in left
+    with pytest.raises(ValueError, match="settings_lengths has 9"):
+        Evaluation(lengths=[8], settings_lengths=[9])
+
+
 def test_a_setting_renamed_is_not_computed_again_when_units_are_shared(tmp_path, study):
     keys = [
         {unit.name: unit.key for unit in texts(spec, Parameters.model_validate(spec.parameters), _model(spec))}
@@ -367,7 +377,9 @@ def test_parameters_that_make_no_sense_are_refused(out, study, change):
 
 
 def test_batch_tokens_are_no_identity():
-    assert Evaluation(lengths=[8], batch_tokens=5).model_dump() == {"lengths": [8], "settings": {}, "internals": 0}
+    assert Evaluation(lengths=[8], batch_tokens=5).model_dump() == {
+        "lengths": [8], "settings": {}, "settings_lengths": None, "internals": 0,
+    }  # fmt: skip
 
 
 def test_alone_on_the_command_line(out, study, tmp_path):
