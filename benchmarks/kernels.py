@@ -114,7 +114,7 @@ def measured(entry: Row, *, milliseconds: int, device: str, small: bool) -> Row:
         row |= {"steps mean": float(steps.float().mean()), "steps most": int(steps.max()), "residual": float(info["residual"].max())}
     del result, found, info
     forward = lambda: call(*given.values())  # noqa: E731
-    timed = functools.partial(_milliseconds, device=device, repeat_ms=milliseconds)
+    timed = functools.partial(median_ms, device=device, repeat_ms=milliseconds)
     row |= {"called forward ms": timed(forward), "called ms": timed(both)}
     if device == "cuda":
         row["graph forward ms"] = timed(_captured(forward))
@@ -182,7 +182,7 @@ def _errors(case: Case, leaves: Tensors, o: Any, found: Any, exact: Tensors) -> 
     return {"error o": error(o, exact["o"]), "error gradients": gradients[worst], "worst": f"d {worst}"}
 
 
-def _milliseconds(run: Callable[[], Any], *, device: str, repeat_ms: int) -> float:
+def median_ms(run: Callable[[], Any], *, device: str, repeat_ms: int) -> float:
     """The median."""
     if device == "cuda":
         from triton.testing import do_bench

@@ -55,6 +55,10 @@ class Decoder:
         moved = any(new is not old for new, old in zip(states, self.states, strict=True))
         self.states, self.room, self.graph = states, tokens, None if moved else self.graph
 
+    def forget_programs(self) -> None:
+        """Compile anew from here on: where many batches are decoded, each with a program of its own."""
+        self._blocks, self.graph = {}, None
+
     def step(self, token_B: np.ndarray) -> np.ndarray:
         """One more token of each sequence: logits [B, V] of the next."""
         return to_numpy(self.advance(torch.as_tensor(np.asarray(token_B, np.int32))))
