@@ -2,6 +2,9 @@
 
 The file's metadata is one entry of canonical JSON (safetensors writes several in a random order): the caller's, and a digest of
 every array's name, dtype, shape and bytes. So the same arrays and metadata give the same file. Nothing is ever unpickled.
+
+Processes that hold a state together write a file each: PATH, and PATH's parts beside it, as many as its metadata says under "parts", all
+with the same "save". A piece of an array is named NAME@AXIS:START:SIZE: where along which axis it begins, and how long the whole is there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 ENTRY = "strata"
+PARTS, SAVE = "parts", "save"  # of metadata
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
@@ -87,3 +91,45 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if stated.get("digest") != digest(arrays):
         raise ValueError(f"{path} does not hold the data that was written (digest {str(stated.get('digest'))[:12]}). {remedy}")
     return arrays, stated["metadata"]
+
+
+def part(path: Path, number: int) -> Path:
+    """Where the process of a number above 0 writes its part of the checkpoint `path`."""
+    return path.with_suffix(f".{number}{path.suffix}")
+
+
+def piece(name: str, axis: int, start: int, size: int) -> str:
+    """What the piece of an array is called that begins at `start` along `axis`, where the whole is `size` long."""
+    return f"{name}@{axis}:{start}:{size}"
+
+
+def load_together(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """As `load`, of a checkpoint that one process wrote or several, however many: its arrays are whole."""
+    arrays, metadata = load(path)
+    for number in range(1, int(metadata.get(PARTS, 0)) + 1):
+        more, facts = load(part(path, number))
+        if facts.get(SAVE) != metadata.get(SAVE):
+            raise ValueError(f"{part(path, number)} was not written together with {path}: it is not a part of that checkpoint.")
+        arrays |= more
+    return _joined(arrays, path), metadata
+
+
+def _joined(arrays: dict[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
+    """Arrays of which some are in pieces, whole."""
+    found: dict[str, np.ndarray] = {}
+    pieces: dict[str, list[tuple[int, int, int, np.ndarray]]] = {}
+    for name, array in arrays.items():
+        whole, mark, where = name.partition("@")
+        if mark:
+            axis, start, size = map(int, where.split(":"))
+            pieces.setdefault(whole, []).append((start, axis, size, array))
+        else:
+            found[name] = array
+    for name, parts in pieces.items():
+        parts.sort(key=lambda one: one[0])
+        _, axis, size, _ = parts[0]
+        ends = [start + array.shape[axis] for start, _, _, array in parts]
+        if [start for start, *_ in parts] != [0, *ends[:-1]] or ends[-1] != size:
+            raise ValueError(f"{path} has pieces of {name!r} that do not make a whole.")
+        found[name] = np.concatenate([array for *_, array in parts], axis=axis)
+    return found

@@ -1,6 +1,7 @@
-"""One training by several processes, a GPU each: Ray Train places them, starts them, and makes them a process group.
+"""One training by several processes, a GPU or a TPU slice's host each: Ray Train places them, starts them, and makes them a process group
+(torch.distributed, jax.distributed).
 
-The first runs the stage as a single process would, under its lease; the others do as it does (models/backends/torch_parallel.py).
+The first runs the stage as a single process would, under its lease; the others do as it does (models/backends/torch_parallel.py, jax_parallel.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +34,46 @@ class TeamLost(exceptions.WorkerCrashedError):
 
 def execute_together(request: Request, threads: int) -> Outcome:
     """Run a request by as many processes as it asks for. Raises TeamLost where one of them is lost."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train import FailureConfig, RunConfig, TrainingFailedError
 
-    count = request.processes
-    gpus = request.resources.get("gpus", 0) / count
-    others = {name: size / count for name, size in request.resources.items() if name not in ("cpus", "gpus")}
-    each = {"CPU": max(1, request.resources.get("cpus", 1) // count), "GPU": gpus, **others}
     with tempfile.TemporaryDirectory(dir=request.store, prefix=".ray-train-") as folder:
-        trainer = TorchTrainer(
-            _work,
-            train_loop_config={"request": asdict(request), "threads": max(1, threads // count), "outcome": f"{folder}/outcome.json"},
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=TIMEOUT),
-            scaling_config=ScalingConfig(num_workers=count, use_gpu=gpus > 0, resources_per_worker=each),
-            run_config=RunConfig(storage_path=folder, name=request.key[:12], failure_config=FailureConfig(max_failures=0)),
-        )
+        run = RunConfig(storage_path=folder, name=request.key[:12], failure_config=FailureConfig(max_failures=0))
+        given = {"request": asdict(request), "threads": max(1, threads // request.processes), "outcome": f"{folder}/outcome.json"}
         try:
-            trainer.fit()
+            _trainer(request, given, run).fit()
         except TrainingFailedError as error:
             raise TeamLost(str(error).strip().splitlines()[-1]) from error
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text()))
+
+
+def _trainer(request: Request, given: dict[str, Any], run: Any) -> Any:
+    """Ray Train's trainer of the request's framework. A TPU slice is reserved whole; its hosts are the processes."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    (place,) = replace(request, places=[]).choices
+    count, each = place.processes, place.each
+    if place.topology is not None:
+        scaling = ScalingConfig(
+            num_workers=count, use_tpu=True, topology=place.topology, accelerator_type=place.type, resources_per_worker=each
+        )
+    else:
+        scaling = ScalingConfig(
+            num_workers=count,
+            use_gpu="GPU" in each,
+            resources_per_worker=each,
+            label_selector=[place.labels] * count if place.labels else None,
+        )
+    if place.backend != "jax":
+        torch_config = TorchConfig(backend="cpu:gloo,cuda:nccl" if "GPU" in each else "gloo", timeout_s=TIMEOUT)
+        return TorchTrainer(_work, train_loop_config=given, torch_config=torch_config, scaling_config=scaling, run_config=run)
+    from ray.train.v2.jax import JaxTrainer
+    from ray.train.v2.jax.config import JaxConfig
+
+    if place.device == "cpu":
+        run.worker_runtime_env = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+    # Without use_tpu Ray leaves jax.distributed alone; on which platform it sets it up, JAX_PLATFORMS says.
+    return JaxTrainer(_work, train_loop_config=given, jax_config=JaxConfig(use_tpu=True), scaling_config=scaling, run_config=run)
 
 
 def _work(given: dict[str, Any]) -> None:
@@ -61,19 +82,20 @@ def _work(given: dict[str, Any]) -> None:
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(given["threads"])
-    from models.backends import torch_parallel
-    from stages import engine
+    from stages import train as stage
 
     request = Request(**given["request"])
     request.threads = given["threads"]
+    if request.settings.get("backend") == "jax":
+        from models.backends.jax_parallel import dismiss
+    else:
+        from models.backends.torch_parallel import dismiss
     if train.get_context().get_world_rank() == 0:
         try:
             outcome = execute(request, log=True)
         finally:
-            torch_parallel.dismiss()
+            dismiss()
         Path(given["outcome"]).write_text(json.dumps(asdict(outcome)))
     else:
-        spec = Spec.model_validate(request.spec)
         context = Context(threads=request.threads, device=request.device, settings=request.settings)
-        with engine.together(context, spec.parameters.get("precision", "float32")):
-            pass
+        stage.help(Spec.model_validate(request.spec), {name: Path(path) for name, path in request.inputs.items()}, context)

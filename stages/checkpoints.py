@@ -6,6 +6,7 @@ A checkpoint's metadata says whose it is (the spec's key), after which step it w
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from models import checkpoint
 
 FOLDER = "checkpoints"
 KEPT = 2
+Others = Callable[[Path, dict[str, str]], int]
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,21 @@ class Checkpoints:
         self.out, self.key = out, key
         self.kept: list[Path] = []
 
-    def save(self, state: dict[str, np.ndarray], *, step: int, history: int) -> None:
-        """Write one, whole or not at all, then remove all but the last two."""
+    def save(self, state: dict[str, np.ndarray], *, step: int, history: int, others: Others | None = None) -> None:
+        """Write one, whole or not at all, then remove all but the last two.
+
+        others: has other processes write what they have of the state, beside it; it counts once this one's, the last, is there.
+        """
         path = _path(self.out, step)
-        checkpoint.save(path, state, {"key": self.key, "step": str(step), "history": str(history)})
+        facts = {"key": self.key, "step": str(step), "history": str(history)}
+        if others is not None:
+            facts |= {checkpoint.SAVE: uuid.uuid4().hex}
+            facts |= {checkpoint.PARTS: str(others(path, facts))}
+        checkpoint.save(path, state, facts)
         self._keep(path)
+        kept = {other.stem for other in self.kept}
         for other in path.parent.iterdir():
-            if other not in self.kept:
+            if other.name.split(".")[0] not in kept:
                 other.unlink()
 
     def usable(self, folders: Iterable[Path], note: Callable[[str], None]) -> Iterator[Checkpoint]:
@@ -54,7 +64,7 @@ class Checkpoints:
         ]
         for step, _, path in sorted(found, reverse=True):
             try:
-                state, facts = checkpoint.load(path)
+                state, facts = checkpoint.load_together(path)
                 whose, stated, history = facts["key"], int(facts["step"]), int(facts["history"])
             except (ValueError, KeyError) as error:
                 note(f"The checkpoint of step {step} is passed over: {error}")

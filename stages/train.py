@@ -105,7 +105,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         parameters = Parameters.model_validate(spec.parameters)
     except ValidationError as error:
         raise ValueError(f"This training's parameters are not valid ({error}); `strata run resolve` writes the spec anew.") from error
-    with engine.told_of_full_disk(out), engine.together(context, parameters.precision) as team:
+    with engine.told_of_full_disk(out), engine.together(context, parameters.precision, reader(spec, inputs)) as team:
         if team is not None and team.rank > 0:
             return
         if not _complete(out, spec.key):
@@ -113,6 +113,12 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
         context.fence()
         Checkpoints(out, spec.key).remove()
         (out / LOG).unlink(missing_ok=True)
+
+
+def help(spec: Spec, inputs: dict[str, Path], context: Context) -> None:
+    """Do as the first of several processes does that run this training together; this is another of them."""
+    with engine.together(context, spec.parameters.get("precision", "float32"), reader(spec, inputs)):
+        pass
 
 
 def _complete(out: Path, key: str) -> bool:
@@ -235,7 +241,8 @@ class Run:
         self.context.fence()
         length = self.history.flush()
         self.context.fence()
-        self.checkpoints.save(self.trainer.state_dict(), step=self.step, history=length)
+        others = getattr(self.trainer, "save_others", None)  # of processes that hold the state together
+        self.checkpoints.save(self.trainer.state_dict(), step=self.step, history=length, others=others)
         self.saved = self.step
 
     # One step
@@ -251,7 +258,8 @@ class Run:
             return
         self.profile.turn()
         tokens_BT1, segments_BT = self.batches[index]
-        facts = self._submit(tokens_BT1, learning_rate=rate, segments=segments_BT, targets_mask=tokens_BT1[:, 1:] != p.bos)
+        named = {"number": index} if getattr(self.trainer, "by_number", False) else {}
+        facts = self._submit(tokens_BT1, **beside(p, tokens_BT1, segments_BT), learning_rate=rate, **named)
         if facts is not None:
             self.under_way.append(UnderWay(row, began, facts))
 
@@ -428,11 +436,31 @@ def _open(budget: Path, spec: Spec, parameters: Parameters) -> tuple[str, Rows]:
     return digest, Rows(budget)
 
 
-class Batches:
-    """The batch of each step, the next one read while a step is taken."""
+def beside(parameters: Parameters, tokens_BT1: np.ndarray, segments_BT: np.ndarray | None) -> dict[str, Any]:
+    """What a trainer takes of some rows beside their tokens."""
+    return {"segments": segments_BT, "targets_mask": tokens_BT1[:, 1:] != parameters.bos}
 
-    def __init__(self, rows: Rows, parameters: Parameters) -> None:
-        self.rows, self.parameters = rows, parameters
+
+def reader(spec: Spec, inputs: dict[str, Path]) -> engine.Read:
+    """How a process that helps another reads its rows: (a batch's number, which of its rows) -> what a trainer takes of them."""
+    batches: list[Batches] = []
+    parameters = Parameters.model_validate(spec.parameters)
+
+    def read(number: int, rows: slice) -> dict[str, Any]:
+        if not batches:
+            batches.append(Batches(_open(inputs["budget"], spec, parameters)[1], parameters, rows))
+        assert batches[0].part == rows
+        tokens_BT1, segments_BT = batches[0][number]
+        return {"tokens_BT1": tokens_BT1, **beside(parameters, tokens_BT1, segments_BT)}
+
+    return read
+
+
+class Batches:
+    """The batch of each step (or the part of each that is wanted), the next one read while a step is taken."""
+
+    def __init__(self, rows: Rows, parameters: Parameters, part: slice | None = None) -> None:
+        self.rows, self.parameters, self.part = rows, parameters, part or slice(0, parameters.batch)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: dict[int, Future] = {}
 
@@ -444,7 +472,7 @@ class Batches:
 
     def _read(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         size = self.parameters.batch
-        tokens_BT1, lengths = self.rows.read(step * size, (step + 1) * size)
+        tokens_BT1, lengths = self.rows.read(step * size + self.part.start, step * size + self.part.stop)
         return tokens_BT1.astype(np.int32), engine.segment_ids(lengths, self.parameters.sequence_length) if self.parameters.reset else None
 
     def __enter__(self) -> Batches:

@@ -1,4 +1,4 @@
-"""JAX: trains a model by AdamW over the devices of one process, scores sequences and continues them; torch's interface and names.
+"""JAX: trains a model by AdamW over the devices of one process or of several (jax_parallel.py), scores sequences and continues them; torch's interface and names.
 
 Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T time, P prompt, V vocabulary.
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from models import checkpoint
 from models.backbone import Model
 from models.backends.jax_mesh import Layout
 from models.backends.jax_stack import Params, Stack
@@ -24,6 +25,8 @@ from models.parameters import initialise
 PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 """float64: weights too, for references; JAX_ENABLE_X64 must be set."""
 PLATFORMS = {"gpu": "cuda"}
+GROUPS = ("parameters", "mean", "square")
+"""What a training's state has of each parameter."""
 
 
 def to_arrays(values: Mapping[str, np.ndarray], device: str | None = None) -> Params:
@@ -123,23 +126,31 @@ class Trainer:
     def step(
         self, tokens_BT1: np.ndarray, *, learning_rate: float, segments: np.ndarray | None = None, targets_mask: np.ndarray | None = None,
         micro_batch: int | None = None, skip_nonfinite: bool = False, rematerialise: bool = False,
+        share: tuple[int, int, float] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """See the torch Trainer's. Raises ValueError where devices do not divide the rows, or micro_batch a device's share of them."""
+        """See the torch Trainer's. Raises ValueError where devices do not divide the rows, or micro_batch a device's share of them.
+
+        share: where these rows are a part of the batch: which is its first, of how many, with how many targets.
+        """
         self.rematerialise |= rematerialise
-        rows, length = tokens_BT1.shape[0], tokens_BT1.shape[1] - 1
+        length = tokens_BT1.shape[1] - 1
+        mask = np.ones((len(tokens_BT1), length)) if targets_mask is None else targets_mask
+        first, rows, targets = share or (0, len(tokens_BT1), np.asarray(mask, self._weight_dtype).sum())
         if rows % self.devices:
             raise ValueError(f"{self.devices} devices do not divide a batch of {rows} rows; give a multiple of them, or use fewer devices.")
-        share = rows // self.devices
-        micro_batch = micro_batch or share
-        if share % micro_batch:
-            raise ValueError(f"micro_batch {micro_batch} does not divide the {share} rows of a device; give a divisor of them.")
-        mask = np.ones((rows, length), self._weight_dtype) if targets_mask is None else np.asarray(targets_mask, self._weight_dtype)
-        given = (np.asarray(tokens_BT1, np.int32), None if segments is None else np.asarray(segments, np.int32), mask / max(mask.sum(), 1))
+        each = rows // self.devices
+        micro_batch = micro_batch or each
+        if each % micro_batch:
+            raise ValueError(f"micro_batch {micro_batch} does not divide the {each} rows of a device; give a divisor of them.")
+        weight = np.asarray(mask, self._weight_dtype) / self._weight_dtype(max(targets, 1))
+        given = (np.asarray(tokens_BT1, np.int32), None if segments is None else np.asarray(segments, np.int32), weight)
+        if not self.layout.here:
+            given = tuple(None if value is None else self.layout.put_rows(value, first, rows) for value in given)
         step = compiled(train_step, TRAIN_STATIC, "state", self.deterministic)
         try:
             after, facts = step(
                 (self.params, self.moments), *given, self._weight_dtype(learning_rate), model=self.model, optimizer=self.optimizer,
-                layout=self.layout, dtype=self.dtype, parts=share // micro_batch, skip_nonfinite=skip_nonfinite, rematerialise=self.rematerialise,
+                layout=self.layout, dtype=self.dtype, parts=each // micro_batch, skip_nonfinite=skip_nonfinite, rematerialise=self.rematerialise,
             )  # fmt: skip
             facts = jax.device_get(facts)
         except jax.errors.JaxRuntimeError as error:
@@ -164,28 +175,79 @@ class Trainer:
         return {name: np.asarray(value, np.float32) for name, value in self._host(self.params).items()}
 
     def _host(self, stacked: Params) -> dict[str, np.ndarray]:
-        return self.stack.unstack({name: to_numpy(value) for name, value in stacked.items()})
+        return self.stack.unstack({name: self.layout.whole(value) for name, value in stacked.items()})
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the arrays of `weights`."""
+        return {name: tuple(parameter.shape) for name, parameter in self.model.table.items()}
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the arrays of `state_dict`."""
+        return {f"{group}/{name}": shape for group in GROUPS for name, shape in self.weight_shapes.items()} | {"step": ()}
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Take over what `weights` gave. Raises ValueError naming the first array that is missing, unknown or of another shape."""
-        _check({name: parameter.shape for name, parameter in self.model.table.items()}, weights, what="these weights")
+        self.check_weights(weights)
+        self.take_weights(weights)
+
+    def check_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """The ValueError of `load_weights`."""
+        _check(self.weight_shapes, weights, what="these weights")
+
+    def take_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """`load_weights` of what was checked."""
         self.params = self._put(weights)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that an exact resume needs, under the names that the torch Trainer uses."""
-        groups = {"parameters": self.params, "mean": optax.tree.get(self.moments, "mu"), "square": optax.tree.get(self.moments, "nu")}
-        state = {f"{group}/{name}": value for group, values in groups.items() for name, value in self._host(values).items()}
-        return {**state, "step": np.array(optax.tree.get(self.moments, "count"), np.float32)}
+        state = {f"{group}/{name}": value for group, values in self._groups.items() for name, value in self._host(values).items()}
+        return {**state, "step": np.array(self._count, np.float32)}
+
+    @property
+    def _groups(self) -> dict[str, Params]:
+        found = (self.params, optax.tree.get(self.moments, "mu"), optax.tree.get(self.moments, "nu"))
+        return dict(zip(GROUPS, found, strict=True))
+
+    @property
+    def _count(self) -> jax.Array:
+        return optax.tree.get(self.moments, "count")
+
+    def pieces(self) -> dict[str, np.ndarray]:
+        """What this process holds of `state_dict`, each number in one process only; the names say which part it is (models/checkpoint.py)."""
+        found = {}
+        for group, values in self._groups.items():
+            for name, value in values.items():
+                for part in value.addressable_shards:
+                    if part.replica_id == 0:
+                        found |= self._named_piece(group, name, value.shape, part)
+        return found | ({"step": np.array(self._count, np.float32)} if jax.process_index() == 0 else {})
+
+    def _named_piece(self, group: str, name: str, shape: tuple[int, ...], part: Any) -> dict[str, np.ndarray]:
+        """A device's part of a stacked parameter as pieces of the parameters that it is stacked of."""
+        members, data = self.stack.members.get(name), np.asarray(part.data)
+        parts = {f"{group}/{member}": data[index] for index, member in enumerate(members)} if members else {f"{group}/{name}": data}
+        cut = [axis for axis, (have, all) in enumerate(zip(data.shape, shape, strict=True)) if have != all]
+        if not cut:
+            return parts
+        (axis,) = cut
+        start = part.index[axis].start or 0
+        return {checkpoint.piece(one, axis - bool(members), start, shape[axis]): value for one, value in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on from `state_dict`. Raises ValueError naming the first array that is missing, unknown or of another shape."""
-        table = self.model.table
-        shapes = {f"{group}/{name}": table[name].shape for group in ("parameters", "mean", "square") for name in table}
-        _check({**shapes, "step": ()}, state, what="this checkpoint")
-        self.params, mean, square = (
-            self._put({name: state[f"{group}/{name}"] for name in table}) for group in ("parameters", "mean", "square")
-        )
-        count = jax.device_put(np.array(state["step"], np.int32), self.layout.sharding())
+        self.check_state(state)
+        self.take_state(state)
+
+    def check_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """The ValueError of `load_state_dict`."""
+        _check(self.state_shapes, state, what="this checkpoint")
+
+    def take_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """`load_state_dict` of what was checked."""
+        self.params, mean, square = (self._put({name: state[f"{group}/{name}"] for name in self.model.table}) for group in GROUPS)
+        count = self.layout.place(np.array(state["step"], np.int32))
         self.moments = optax.tree.set(self.moments, mu=mean, nu=square, count=count)
 
 

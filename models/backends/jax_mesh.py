@@ -1,4 +1,4 @@
-"""Devices in a mesh, and which part of each array a device has.
+"""Devices in a mesh, of one process or of several, and which part of each array a device has.
 
 Two axes, "data" and "fsdp". Rows of a batch are split over both. A parameter is split over "fsdp" along the axis that RULES names
 (ZeRO, stage 3; Rajbhandari et al. 2020, arXiv 1910.02054): each block's weights are gathered when they are used, and AdamW's moments
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,9 +57,39 @@ class Layout:
         """How `count` rows are split: over all devices where those divide them, else not at all."""
         return P(AXES) if count % self.size == 0 else P()
 
+    def rows_here(self, count: int) -> slice:
+        """Which of `count` rows this process's devices need: the shortest range that holds them."""
+        parts = [index[0].indices(count) for index in self._of_rows(count).addressable_devices_indices_map((count,)).values()]
+        return slice(min(start for start, _, _ in parts), max(stop for _, stop, _ in parts))
+
+    def put_rows(self, rows: np.ndarray, first: int, count: int) -> jax.Array:
+        """A batch of `count` rows, each device having its own, from those that this process has, the first of which is the batch's `first`."""
+        sharding = self._of_rows(count)
+        return jax.make_array_from_callback((count, *rows.shape[1:]), sharding, lambda index: rows[_from(index[0], count, first)])
+
+    def _of_rows(self, count: int) -> NamedSharding:
+        return NamedSharding(self.mesh, self.rows(count))
+
     def put(self, values: Mapping[str, np.ndarray], table: Mapping[str, Parameter]) -> dict[str, jax.Array]:
         """Copies of a table's arrays, each device having its part."""
-        return {name: jax.device_put(np.array(value), self.sharding(table[name])) for name, value in values.items()}
+        return {name: self.place(value, table[name]) for name, value in values.items()}
+
+    def place(self, value: np.ndarray, parameter: Parameter | None = None) -> jax.Array:
+        """A copy of an array, each device having its part of the parameter (None: all)."""
+        if self.here:
+            return jax.device_put(np.array(value), self.sharding(parameter))
+        return jax.make_array_from_callback(np.shape(value), self.sharding(parameter), lambda index: np.array(value[index]))
+
+    @property
+    def here(self) -> bool:
+        """Whether all devices are this process's own."""
+        return self.sharding().is_fully_addressable
+
+    def whole(self, value: jax.Array) -> np.ndarray:
+        """A copy on the host, of all that the processes have of it; all must ask."""
+        if value.is_fully_addressable or value.is_fully_replicated:
+            return np.array(value)
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
     def sharding(self, parameter: Parameter | None = None) -> NamedSharding:
         """Of a parameter; None: of what every device has whole."""
@@ -82,3 +113,9 @@ class Layout:
     def mean(self, values: Any) -> Any:
         """Over all devices."""
         return jax.lax.pmean(values, AXES)
+
+
+def _from(rows: slice, count: int, first: int) -> slice:
+    """A range of a batch's rows among those from `first` on."""
+    start, stop, _ = rows.indices(count)
+    return slice(start - first, stop - first)

@@ -73,3 +73,24 @@ def test_a_file_of_another_origin_is_refused(tmp_path):
 def test_metadata_is_text(tmp_path):
     with pytest.raises(ValueError, match="must be text"):
         checkpoint.save(tmp_path / "x", ARRAYS, {"step": 7})
+
+
+def test_what_several_processes_wrote_is_whole_or_refused(tmp_path):
+    """Pieces along an axis, in as many files; a part of another save, a missing part and a gap are named."""
+    whole = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.float32)}
+    path, facts = tmp_path / "00000007.safetensors", {"step": "7", checkpoint.SAVE: "x"}
+    first = {checkpoint.piece("a", 1, 0, 6): whole["a"][:, :2], checkpoint.piece("a", 1, 4, 6): whole["a"][:, 4:], "b": whole["b"]}
+    rest = {checkpoint.piece("a", 1, 2, 6): whole["a"][:, 2:4]}
+    checkpoint.save(checkpoint.part(path, 1), rest, facts)
+    checkpoint.save(path, first, facts | {checkpoint.PARTS: "1"})
+    found, metadata = checkpoint.load_together(path)
+    assert metadata["step"] == "7" and found.keys() == whole.keys() and all((found[name] == whole[name]).all() for name in whole)
+    checkpoint.save(checkpoint.part(path, 1), rest, facts | {checkpoint.SAVE: "y"})
+    with pytest.raises(ValueError, match="00000007.1.safetensors was not written together"):
+        checkpoint.load_together(path)
+    checkpoint.part(path, 1).unlink()
+    with pytest.raises(ValueError, match="00000007.1.safetensors"):
+        checkpoint.load_together(path)
+    checkpoint.save(path, first, facts)
+    with pytest.raises(ValueError, match="pieces of 'a' that do not make a whole"):
+        checkpoint.load_together(path)
