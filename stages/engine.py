@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16"]
 NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}  # the libraries that each framework's trainer is made of
 OPTIONS = {"torch": ("rematerialise",), "jax": ("devices", "fsdp", "rematerialise")}  # of settings, for the trainer
+Read = Callable[[int, slice], dict[str, Any]]
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -74,33 +75,47 @@ def trainer(
     make = model.framework.Trainer
     if team is None:
         return make(model, **options)
+    if model.backend == "jax":
+        from models.backends import jax_parallel
+
+        return jax_parallel.Leader(team, make, replace(model), options)
     from models.backends.torch_parallel import Leader
 
     return Leader(team, partial(make, team=team), replace(model), options)
 
 
 @contextmanager
-def together(context: Context, precision: Precision) -> Iterator[Team | None]:
-    """The processes that were started to train together, by torchrun or Ray Train, this one among them; None where it is alone.
+def together(context: Context, precision: Precision, read: Read | None = None) -> Iterator[Team | None]:
+    """The processes that were started to train together, by torchrun, Ray Train or by hand, this one among them; None where it is alone.
 
     What is inside runs on rank 0; on the others there is nothing left to do: they have done as rank 0 did, to its end.
+    read: where JAX has each process read its own rows, how it does: (a batch's number, which of its rows) -> what Trainer.step takes.
     """
-    if backend(context) != "torch":
-        yield None
-        return
-    from models.backends import torch as framework
-    from models.backends import torch_parallel
+    if backend(context) == "jax":
+        from models.backends import jax as framework
+        from models.backends import jax_parallel as parallel
 
-    if not torch_parallel.started():
+        make, more = framework.Trainer, (read,)
+    else:
+        from models.backends import torch as framework
+        from models.backends import torch_parallel as parallel
+
+        make, more = framework.Trainer, ()
+    if not parallel.started():
         yield None
         return
-    team = torch_parallel.Team.join(framework.find_device(context.device, precision=precision, threads=context.threads))
+    if backend(context) == "jax":  # JAX's processes meet before any computes, torch's on devices that they have found
+        team = parallel.Team.join(context.device)
+        framework.find_device(context.device, precision=precision, threads=context.threads)
+    else:
+        team = parallel.Team.join(framework.find_device(context.device, precision=precision, threads=context.threads))
+        make = partial(make, team=team)
     try:
         if team.rank == 0:
-            with torch_parallel.leading(team):
+            with parallel.leading(team):
                 yield team
         else:
-            torch_parallel.follow(team, partial(framework.Trainer, team=team))
+            parallel.follow(team, make, *more)
             yield team
     finally:
         team.leave()
@@ -113,12 +128,12 @@ def segment_ids(lengths: list[np.ndarray], inputs: int) -> np.ndarray:
 
 @contextmanager
 def told_of_full_disk(out: Path) -> Iterator[None]:
-    """Turn a full disk into one sentence; any other error of the system stays what it is."""
+    """Turn a full disk into one sentence; any other error stays what it is."""
     try:
         yield
-    except OSError as error:
-        # safetensors' own errors carry the number in their text alone.
-        if error.errno in FULL or any(f"os error {number})" in str(error) for number in FULL):
+    except Exception as error:
+        # The errors of libraries in Rust (safetensors, tokenizers) carry the number in their text alone.
+        if getattr(error, "errno", None) in FULL or any(f"os error {number})" in str(error) for number in FULL):
             raise ValueError(f"The disk of {out} is full ({error}). Free some space and run again: what is complete is kept.") from error
         raise
 
