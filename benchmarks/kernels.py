@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> None:
     if not entries:
         raise SystemExit(f"No case has {' or '.join(options.only)} in its name.")
     if options.processes and device == "cuda":
-        isolated.prepare(compile_one, entries, processes=options.processes, seconds=(options.seconds or 240) / 2, **given)
+        isolated.prepare(
+            compile_one, _compiling(entries, **given), processes=options.processes, seconds=(options.seconds or 240) / 2, **given
+        )
         print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     left = None if options.seconds is None else options.seconds - (time.perf_counter() - began)
     rows = isolated.each(measured, entries, seconds=left, milliseconds=options.milliseconds, **given)
@@ -71,6 +73,15 @@ def _entries(**given: Any) -> list[Row]:
     pairs = [(case, who) for case in cases(**given) for who in (OURS, *case.peers)]
     pairs.sort(key=lambda pair: pair[1] != OURS)
     return [{"operation": case.name, "size": case.size, "who": who} for case, who in pairs]
+
+
+def _compiling(entries: list[Row], **given: Any) -> list[Row]:
+    """Entries that between them compile all that there is to compile."""
+    found, known = {}, {(case.name, case.size): case for case in cases(**given)}
+    for entry in entries:
+        case = known[entry["operation"], entry["size"]]
+        found.setdefault((case.compiles_as or case.name, case.size, entry["who"]), entry)
+    return list(found.values())
 
 
 def _wanted(entry: Row, options: argparse.Namespace) -> bool:

@@ -29,7 +29,7 @@ class Case:
 
     make: -> tensors by argument name, in order. call: those -> o, or (o, state), or (o, state, info). exact: the same in float64, as good as float64 goes.
     peers: calls by name. forward, both: the least work, of the forward pass and of both. fixed: inputs without a batch axis.
-    whole: compare the whole batch, not its first sequence. target_ms: of both passes.
+    whole: compare the whole batch, not its first sequence. target_ms: of both passes. compiles_as: cases of the same one share all that is compiled.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Case:
     fixed: tuple[str, ...] = ()
     whole: bool = False
     target_ms: float | None = None
+    compiles_as: str = ""
 
 
 def cases(device: str = "cuda", *, small: bool = False) -> Iterator[Case]:
@@ -164,7 +165,20 @@ def _mesa(device: str, small: bool) -> Iterator[Case]:
         both = {"bytes": both["bytes"] + 5 * states, "products": tokens * (2 * precision * steps * step + 3 * pass_)}
         make = partial(inputs.mesa, kind, B, T, H, K, device=device)
         exact = partial(mesa, steps=200, eps=0.0, backend="chunked")
-        return Case(f"mesa {kind}, {what}", _size(B, T, H, K), make, call, exact, forward, both, others, ("lam",), target_ms=target)
+        return Case(
+            f"mesa {kind}, {what}",
+            _size(B, T, H, K),
+            make,
+            call,
+            exact,
+            forward,
+            both,
+            others,
+            ("lam",),
+            False,
+            target,
+            f"mesa {precision}",
+        )
 
     for kind, steps, target in zip(inputs.MESA, (6, 9, 15, 8), (5.5, 7.0, 12.0, 12.0), strict=True):
         yield case(kind, "eps 1e-4", partial(mesa, steps=CAP, eps=1e-4), steps, 1, target, peers)
