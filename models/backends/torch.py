@@ -40,6 +40,13 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
+def grow_segments() -> None:
+    """Let torch's GPU memory grow in place (expandable segments), unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF says how it is to be kept: in
+    segments of fixed sizes a step of a billion parameters fragments, and one that nearly fills the card asks for memory anew."""
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:
     """ "cpu" or "cuda"; `asked` may be "auto", which takes the GPU where there is one. ValueError where it is not here, or lacks the precision.
 
@@ -84,6 +91,8 @@ class Trainer:
             torch.set_num_threads(threads)
         if device == "cpu":
             keep_freed_memory()
+        else:
+            grow_segments()
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
