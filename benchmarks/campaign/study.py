@@ -79,19 +79,25 @@ def params(data: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def results(stage: str, cell: str) -> dict[str, Any]:
-    """What must be the same after any fault: the artifact's record, its data read and digested again, and every file where DVC finds it."""
+    """What must be the same after any fault: the artifact's record, its data read and digested again, and every file where DVC finds it.
+
+    "refused": why whoever reads it refuses it, if so.
+    """
     if stage == "resolve":
         files = [Path("context.json"), *sorted(path for path in Path("specs").rglob("*") if path.is_file())]
         return {str(path): _sha(path) for path in files}
     key = Spec.load(workspace.spec_file(stage, cell)).key
-    found = Store(Path(".strata").absolute()).find(key)
-    if found is None:
-        return {"published": None}
-    context = workspace.context()
-    placed = workspace.output(stage, cell, context["roles"].get(cell))
-    made = {"record": artifact.read(found, key=key, content=True)} | {
-        str(path): _sha(path) for path in sorted(placed.rglob("*")) if path.is_file()
-    }
+    placed = workspace.output(stage, cell, workspace.context()["roles"].get(cell))
+    try:
+        found = Store(Path(".strata").absolute()).find(key)
+        if found is None:
+            return {"published": None}
+        made: dict[str, Any] = {"record": artifact.read(found, key=key, content=True)}
+        for record in placed.rglob(artifact.NAME):
+            artifact.read(record.parent)
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    made |= {str(path): _sha(path) for path in sorted(placed.rglob("*")) if path.is_file()}
     if stage == "train":
         from stages import schemas
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from models import checkpoint
@@ -32,12 +33,18 @@ def alone(tmp_path_factory, budget) -> Path:
     return out
 
 
-def together(spec: Spec, folder: Path, out: Path, budget: Path, *more: str) -> subprocess.Popen[str]:
-    """Two processes that train, as a user starts them."""
+def together(spec: Spec, folder: Path, out: Path, budget: Path, *more: str, count: int = 2) -> subprocess.Popen[str]:
+    """Processes that train together, as a user starts them."""
     (folder / "spec.json").write_text(canonical(spec.model_dump()))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stages.train"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "stages.train"]
     given = [str(folder / "spec.json"), str(out), "--input", f"budget={budget}", "--device", "cpu", "--threads", "1", *more]
-    return subprocess.Popen([*torchrun, *given], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [*torchrun, *given],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -85,3 +92,76 @@ def test_a_run_goes_on_by_another_number_of_processes(tmp_path, budget, alone):
     train.run(longer, second, {"budget": budget}, given)
     assert any("Going on from step" in line.get("note", "") for line in lines)
     assert rows(second)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=1e-4)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def interrupt(process: subprocess.Popen[str], out: Path, number: signal.Signals, *, step: int) -> None:
+    """Send a signal once a checkpoint of at least this step stands: SIGTERM to the launcher, kill -9 to all of them."""
+    while process.poll() is None and not any(int(path.stem) >= step for path in out.glob("checkpoints/0*.safetensors")):
+        time.sleep(0.005)
+    assert process.poll() is None, process.communicate()[0]
+    launcher = psutil.Process(process.pid)
+    for one in [launcher, *launcher.children(recursive=True)] if number == signal.SIGKILL else [launcher]:
+        one.send_signal(number)
+    process.communicate(timeout=120)
+    assert not (out / artifact.NAME).exists(), "the run was over before it was stopped"
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in rows(out)]
+
+
+LONGER = train_spec(model=MESA, steps=32, checkpoint_every=1)
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory, budget) -> dict[int, Path]:
+    """The undisturbed run by one, two and four processes."""
+    made = {}
+    for count in (1, 2, 4):
+        folder = tmp_path_factory.mktemp(f"by-{count}")
+        finish(together(LONGER, folder, folder / "out", budget, count=count))
+        made[count] = folder / "out"
+    return made
+
+
+@pytest.mark.slow
+def test_one_two_and_four_processes_see_the_same_tokens(longer):
+    """Each step's loss is that of its rows, and no other step's: two steps' rows differ by far more than the order of sums."""
+    alone = losses(longer[1])
+    assert min(abs(a - b) for i, a in enumerate(alone) for b in alone[:i]) > 0
+    apart = sorted(abs(a - b) for a, b in zip(alone, alone[1:], strict=False))
+    for count in (2, 4):
+        other = losses(longer[count])
+        assert other == pytest.approx(alone, rel=1e-4)
+        assert max(abs(a - b) for a, b in zip(alone, other, strict=True)) < apart[len(apart) // 4]
+        assert [row["tokens"] for row in rows(longer[count])] == [row["tokens"] for row in rows(longer[1])]
+        assert {row["devices"] for row in rows(longer[count])} == {count}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_as_many_processes_end_bit_for_bit_though_killed_on_the_way(tmp_path, budget, longer, count):
+    out = tmp_path / "out"
+    interrupt(together(LONGER, tmp_path, out, budget, count=count), out, signal.SIGKILL, step=7)
+    assert "Going on from step" in finish(together(LONGER, tmp_path, out, budget, count=count))
+    assert (out / train.WEIGHTS).read_bytes() == (longer[count] / train.WEIGHTS).read_bytes()
+    assert losses(out) == losses(longer[count])
+
+
+@pytest.mark.slow
+def test_four_then_two_then_one_process_end_as_one_does(tmp_path, budget, longer):
+    out = tmp_path / "out"
+    interrupt(together(LONGER, tmp_path, out, budget, count=4), out, signal.SIGTERM, step=4)
+    interrupt(together(LONGER, tmp_path, out, budget, count=2), out, signal.SIGKILL, step=16)
+    given, lines = context()
+    train.run(LONGER, out, {"budget": budget}, given)
+    assert any("Going on from step" in line.get("note", "") for line in lines)
+    by = [row["devices"] for row in rows(out)]
+    assert by == sorted(by, reverse=True) and set(by) == {4, 2, 1}
+    assert losses(out) == pytest.approx(losses(longer[1]), rel=1e-4)

@@ -1,0 +1,1 @@
+"""The parts of the scaling benchmark: see benchmarks/scaling.py."""
