@@ -26,6 +26,8 @@ def run(spec, out, inputs, context):
             (out / "saved").write_text("work")
             raise Stopped("saved after 3 steps")
     text = f"{os.environ['OMP_NUM_THREADS']}\n"
+    if spec.parameters["do"].startswith("where"):
+        text = f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {os.environ.get('TPU_VISIBLE_CHIPS')} {context.settings['backend']}"
     if spec.parameters["do"] == "read":
         text = "read " + inputs["made"].read_text()
     (out / "made.txt").write_text(text)
