@@ -11,6 +11,7 @@ on two Ray nodes of this machine. The study is the nano study cut to seconds (be
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -35,6 +36,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tries", type=int, default=4, help="of each fault at each stage (a quarter of it, at least 1, of each with Ray)")
     parser.add_argument("--only", default="", help="faults whose name has this in it")
     parser.add_argument("--stage", default="", help="stages whose name has this in it")
+    parser.add_argument("--share", type=float, default=1.0, help="of all pairs of a fault and a stage, chosen at random")
+    parser.add_argument("--no-table", action="store_true", help="write no table; print the sums as JSON")
     parser.add_argument("--keep", type=Path, help="a folder for the logs, and the folders of tries that failed")
     parser.add_argument("--name", default="faults", help="of the table in benchmarks/results")
     options = parser.parse_args(arguments)
@@ -58,7 +61,9 @@ def main(arguments: list[str]) -> None:
             nodes.campaign(Path(folder), tally, tries=max(1, options.tries // 4), only=options.only, seed=options.seed)
     for line in tally.told:
         print(line)
-    if tally.rows():
+    if options.no_table:
+        print(json.dumps(tally.sums()))
+    elif tally.rows():
         print(f"\n{report(options.name, tally.rows())}")
     sys.exit(int(tally.failed))
 
@@ -82,7 +87,9 @@ def _on_a_disk_of_its_own(arguments: list[str]) -> int:
 
 
 def _stages(options: argparse.Namespace, disk: Path, logs: Path, tally: Tally) -> None:
-    for name, stage, seconds, found in stages(disk, logs, tries=options.tries, only=options.only, stage=options.stage, seed=options.seed):
+    for name, stage, seconds, found in stages(
+        disk, logs, tries=options.tries, only=options.only, stage=options.stage, seed=options.seed, share=options.share
+    ):
         tally.add(name, stage, seconds, found)
 
 

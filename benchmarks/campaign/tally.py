@@ -34,5 +34,9 @@ class Tally:
     def failed(self) -> bool:
         return any(row[kind] for row in self.counts.values() for kind in KINDS)
 
+    def sums(self) -> dict[str, int]:
+        """Over all faults and stages."""
+        return {name: sum(row[name] for row in self.counts.values()) for name in ("tried", *KINDS)}
+
     def rows(self) -> list[dict[str, Any]]:
         return [{"fault": fault, "stage": stage, **row} for (fault, stage), row in self.counts.items()]

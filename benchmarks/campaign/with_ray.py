@@ -37,10 +37,10 @@ class Run:
         self.environment = template.environment | {"PYTHONPATH": str(root)}
         self.found: Found = []
 
-    def begin(self, **environment: str) -> subprocess.Popen[bytes]:
+    def begin(self, *targets: str, **environment: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "dvc", "repro"], cwd=self.root, env=self.environment | environment, start_new_session=True,
+                [sys.executable, "-m", "dvc", "repro", *targets], cwd=self.root, env=self.environment | environment, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
