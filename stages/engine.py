@@ -60,7 +60,7 @@ def trainer(
     The context's settings["compile"] says whether to compile; if it does not, training on a GPU does. Scoring sees too many shapes
     and settings for that to pay: torch compiles a block for each, and gives up after eight. JAX always compiles. settings["rematerialise"]
     saves memory, at the cost of a third more work; ["devices"] and ["fsdp"] are JAX's own (see models/backends/jax.py).
-    team: of the processes that train together, in the one that leads them.
+    team: of the processes that train together, in the one that leads them. settings["spread"]: whether what they write lies in one folder.
     """
     options = {name: context.settings[name] for name in OPTIONS[model.backend] if context.settings.get(name) is not None}
     options |= {
@@ -78,7 +78,7 @@ def trainer(
     if model.backend == "jax":
         from models.backends import jax_parallel
 
-        return jax_parallel.Leader(team, make, replace(model), options)
+        return jax_parallel.Leader(team, make, replace(model), options, spread=context.settings.get("spread", True))
     from models.backends.torch_parallel import Leader
 
     return Leader(team, partial(make, team=team), replace(model), options)

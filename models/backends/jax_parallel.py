@@ -115,9 +115,9 @@ class Leader:
     by_number = True
     """A batch is named by its number, by which the others read their rows of it."""
 
-    def __init__(self, team: Team, make: Callable[..., Trainer], model: Any, options: dict[str, Any]) -> None:
+    def __init__(self, team: Team, make: Callable[..., Trainer], model: Any, options: dict[str, Any], *, spread: bool = True) -> None:
         tell(("make", (model,), options))
-        self.team, self.trainer = team, make(model, **options)
+        self.team, self.trainer, self.spread = team, make(model, **options), spread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
@@ -146,11 +146,19 @@ class Leader:
         self.trainer.take_state(Shared(self.trainer.state_shapes, state))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """This process's pieces of the state (see models/checkpoint.py); `save_others` has the other ranks write theirs."""
-        return self.trainer.pieces()
+        """This process's pieces of the state (see models/checkpoint.py), where `save_others` has the other ranks write theirs; else all of it."""
+        if self.spread:
+            return self.trainer.pieces()
+        tell(("state_dict", (), {}))
+        return self.trainer.state_dict()
 
-    def save_others(self, path: Path, metadata: dict[str, str]) -> int:
-        """Have every other rank write its pieces beside the checkpoint `path`, and wait until all have. Returns how many files that makes."""
+    @property
+    def save_others(self) -> Callable[[Path, dict[str, str]], int] | None:
+        """(a checkpoint's path, its metadata) -> how many files the other ranks have written beside it, their pieces of the state. None where
+        their disks are not one folder, and this process writes everything."""
+        return self._save_others if self.spread else None
+
+    def _save_others(self, path: Path, metadata: dict[str, str]) -> int:
         self.team.meet(tell(("save", (path, metadata), {})))
         return self.team.size - 1
 
@@ -170,8 +178,8 @@ def follow(team: Team, make: Callable[..., Trainer], read: Read) -> None:
                 mine = trainer.layout.rows_here(rows)
                 with contextlib.suppress(MemoryError):  # raised on every rank; rank 0 says what to do
                     trainer.submit(**read(batch, mine), share=(mine.start, rows, targets), **options)
-            case "weights":
-                trainer.weights()
+            case "weights" | "state_dict":
+                getattr(trainer, name)()
             case "take_weights":
                 trainer.take_weights(Shared(trainer.weight_shapes))
             case "take_state":
