@@ -67,7 +67,7 @@ def params(data: dict[str, list[str]]) -> dict[str, Any]:
     made["vocabulary"] |= {"size": 300, "megabytes": 0.05}
     made["packing"] |= {"sequence_length": 32, "shard_rows": 32, "validation_rows": 8, "window": 64, "epochs": 1}
     made["training"] |= {"batch": 4, "warmup_steps": 2, "checkpoint_every": CHECKPOINT_EVERY}
-    made["evaluation"] |= {"lengths": [32, 64], "settings": {"cg-2": {"steps": 2}, "no-solve": {"solve": False}}, "internals": 2}
+    made["evaluation"] = {"lengths": [32, 64], "settings": {"cg-2": {"steps": 2}, "no-solve": {"solve": False}}, "internals": 2}
     choice = made["tasks"]["factbook-choice"]
     made["tasks"] = {"factbook-choice": choice | {"items": {"files": data[QUESTIONS], "pin": pin(data[QUESTIONS])}}}
     made["analysis"] |= {"baseline": "gla"}
