@@ -141,7 +141,7 @@ class MatrixLayer(Layer):
             q, k, v, *operands, **self.settings(), state=(state or {}).get("memory"), segments=segments
         )
         if record is not None:
-            record |= self.scalars(operands, info, ops=ops)
+            record |= self.scalars(operands, after["memory"], info, ops=ops)
         return self._output(p, o_BTHV, beside, ops=ops), after
 
     def step(self, p: dict[str, Array], x_BD: Array, state: State | None, *, ops: ModuleType) -> tuple[Array, State]:
@@ -218,8 +218,8 @@ class MatrixLayer(Layer):
         """The operation's options."""
         return {}
 
-    def scalars(self, operands: tuple[Array, ...], info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
-        """What the layer records of a forward pass, from its operands and what the operation gave beside output and state."""
+    def scalars(self, operands: tuple[Array, ...], memory: Any, info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
+        """What the layer records of a forward pass, from its operands, the state behind the last token, and what the operation gave beside these."""
         return {}
 
     def around_flops(self) -> int:
@@ -240,6 +240,13 @@ class MatrixLayer(Layer):
     def state_floats(self, length: int) -> int:
         """K V a head."""
         return self.heads * self.key_size * self.value_size
+
+
+def remaining(log_decay_BTH: Array, t: int, segments: Array | None, *, ops: ModuleType) -> Array:
+    """How much is left behind token t, counted from 1, of what each of the first t wrote [B, t, H], float32; nothing of another document."""
+    since_BTH = ops.cumsum(log_decay_BTH[:, :t], 1)
+    left_BTH = ops.exp(since_BTH[:, -1:] - since_BTH)
+    return left_BTH if segments is None else left_BTH * ops.cast(segments[:, :t, None] == segments[:, t - 1 : t, None], ops.float32)
 
 
 def readout_flops(length: int, key_size: int, value_size: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kernels import mesa as kernel
 from models.layers.layer import TRAINING, Array, precise, product
-from models.layers.matrix import MatrixLayer, readout_flops
+from models.layers.matrix import MatrixLayer, readout_flops, remaining
 from models.parameters import Parameter, Table, constant
 
 SOLVES_IN_TRAINING = 2
@@ -88,10 +88,12 @@ class Mesa(MatrixLayer):
         """The solver's."""
         return {name: getattr(self, name) for name in ("steps", "eps", "criterion", "solve", "start", "gradient")}
 
-    def scalars(self, operands: tuple[Array, ...], info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
-        """Means over tokens and heads: steps taken, the true residual ||q - (H + Lambda) q*|| / ||q||, gamma."""
-        facts = {"cg_steps": info[0]["steps"], "cg_residual": info[0]["residual"], "gamma": ops.exp(ops.stop_gradient(operands[0]))}
-        return {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
+    def scalars(self, operands: tuple[Array, ...], memory: Any, info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
+        """Means over tokens and heads: steps taken, the true residual ||q - (H + Lambda) q*|| / ||q||, gamma, beta; and Lambda's mean."""
+        log_decay, beta, lam = (ops.stop_gradient(one) for one in operands)
+        facts = {"cg_steps": info[0]["steps"], "cg_residual": info[0]["residual"], "gamma": ops.exp(log_decay), "beta": beta}
+        means = {name: ops.mean(ops.cast(value, ops.float32), (0, 1, 2)) for name, value in facts.items()}
+        return means | {"lambda": ops.mean(lam, (0, 1))}
 
     def internals(
         self, p: dict[str, Array], x_BTD: Array, positions: tuple[int, ...], segments: Array | None = None, *, tolerance: float, ops: ModuleType
@@ -122,10 +124,7 @@ class Mesa(MatrixLayer):
         self, k_BTHK: Array, log_decay_BTH: Array, beta_BTH: Array, lam_HK: Array, t: int, segments: Array | None, *, ops: ModuleType
     ) -> Array:  # fmt: skip
         """H_t + Lambda [B, H, K, K]: the sum over s <= t of beta_s k_s k_s^T, decayed from s to t."""
-        k_BTHK, since_BTH = precise(k_BTHK[:, :t], ops=ops), ops.cumsum(log_decay_BTH[:, :t], 1)
-        weight_BTH = ops.exp(since_BTH[:, -1:] - since_BTH) * beta_BTH[:, :t]
-        if segments is not None:
-            weight_BTH = weight_BTH * ops.cast(segments[:, :t, None] == segments[:, t - 1 : t, None], ops.float32)
+        k_BTHK, weight_BTH = precise(k_BTHK[:, :t], ops=ops), remaining(log_decay_BTH, t, segments, ops=ops) * beta_BTH[:, :t]
         h_BHKL = ops.einsum("bthk,bthl->bhkl", weight_BTH[..., None] * k_BTHK, k_BTHK, precision="highest")
         identity_KL = ops.array(np.eye(self.key_size), ops.float32, lam_HK)
         return h_BHKL + lam_HK[:, :, None] * identity_KL

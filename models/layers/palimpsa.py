@@ -21,7 +21,7 @@ import numpy as np
 
 from kernels import linear_attention, palimpsa
 from models.layers.layer import Array, precise, product
-from models.layers.matrix import MatrixLayer
+from models.layers.matrix import MatrixLayer, remaining
 from models.parameters import Parameter, Table, ones
 
 
@@ -33,6 +33,15 @@ def inverse_sqrt_uniform(random: np.random.Generator, shape: tuple[int, ...], bl
 def start_uniform(random: np.random.Generator, shape: tuple[int, ...], blocks: int) -> np.ndarray:
     """Uniform in [0.1, 1]: beta's scale where fine-tuning begins, less than from scratch and so nearer to Mamba2's limit."""
     return random.uniform(0.1, 1, shape).astype(np.float32)
+
+
+LONGEST_WINDOW = 1 << 20
+"""Tokens: beyond it float32 cannot well tell a decay from 1."""
+
+
+def log_window(log_decay: Array, *, ops: ModuleType) -> Array:
+    """log N = -log(1 - a): the memory window of a forget gate, in the logarithm of tokens."""
+    return -ops.log1p(-ops.minimum(ops.exp(log_decay), 1 - 1 / LONGEST_WINDOW))
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,38 @@ class Palimpsa(MatrixLayer):
         logit = ops.matmul(ops.matmul(x, into), out).reshape(*x_BTD.shape[:2], self.heads, self.value_size)
         beta = ops.sigmoid(logit) * (ops.softplus(scale) * self.write(gates, ops=ops))[..., None]
         return beta, log_decay, ops.full((self.heads,), self.prior, log_decay.dtype, log_decay)
+
+    def scalars(self, operands: tuple[Array, ...], memory: Any, info: list[dict[str, Array]], *, ops: ModuleType) -> dict[str, Array]:
+        """Means over sequences and heads: log_window, log N_t, over tokens too; with metaplasticity importance_ratio, (most - least) / least over
+        the entries of a head's importance behind the last token."""
+        log_decay = operands[-2 if self.metaplasticity else 0]
+        found = {"log_window": ops.mean(log_window(ops.stop_gradient(log_decay), ops=ops), (0, 1, 2))}
+        if self.metaplasticity:
+            J_BHN = ops.stop_gradient(memory.J_BHKV).reshape(*memory.J_BHKV.shape[:2], -1)
+            most_BH, least_BH = self.prior + ops.max(J_BHN, -1), self.prior - ops.max(-J_BHN, -1)
+            found["importance_ratio"] = ops.mean((most_BH - least_BH) / least_BH, (0, 1))
+        return found
+
+    def internals(
+        self, p: dict[str, Array], x_BTD: Array, positions: tuple[int, ...], segments: Array | None = None, *, tolerance: float, ops: ModuleType
+    ) -> dict[str, Array]:  # fmt: skip
+        """What the heads do on the normalised stream x, for looking at (arXiv 2602.09075, section on learning dynamics), all float32.
+
+        log_window [B, T, H]: log N_t. With metaplasticity also beta [B, T, H], its mean over values, and importance [B, P, H, K, V], prior + J behind
+        the tokens `positions`, counted from 1. tolerance is for solvers.
+        """
+        _, k, _, operands, *_ = self._inputs(p, x_BTD, None, segments, ops=ops)
+        found = {"log_window": log_window(operands[-2 if self.metaplasticity else 0], ops=ops)}
+        if self.metaplasticity:
+            beta, log_decay, _ = operands
+            squared_BTHK = precise(k, ops=ops) * precise(k, ops=ops)
+            left = [(t, remaining(log_decay, t, segments, ops=ops)) for t in positions]
+            J = [
+                ops.einsum("bthk,bthv->bhkv", left_BTH[..., None] * squared_BTHK[:, :t], beta[:, :t], precision="highest")
+                for t, left_BTH in left
+            ]
+            found |= {"beta": ops.mean(beta, -1), "importance": self.prior + ops.stack(J, 1)}
+        return found
 
     def around_flops(self) -> int:
         """The common block's and the beta branch."""

@@ -28,7 +28,7 @@ PROGRESS_SECONDS = 1.0
 class Scorer:
     """A model with its weights on a device, and the losses it gives.
 
-    done: unit -> what was scored in it, and in how many seconds.
+    done: unit -> what was scored in it, in how many seconds, and so at what speed.
     """
 
     def __init__(self, model: Model, parameters: Parameters, weights: Path, context: Context) -> None:
@@ -51,8 +51,11 @@ class Scorer:
     def seen(self, **counts: int) -> None:
         """So much of the unit (items=12, tokens=8192) is done: note it and show it."""
         seconds = time.perf_counter() - self._began
-        self.done[self._progress["unit"]] = {"seconds": round(seconds, 3), **counts}
-        self._show(**{f"{name}_per_second": count / seconds for name, count in counts.items()})
+        speed = {f"{name}_per_second": count / seconds for name, count in counts.items()}
+        self.done[self._progress["unit"]] = {"seconds": round(seconds, 3), **counts} | {
+            name: round(rate, 2) for name, rate in speed.items()
+        }
+        self._show(**speed)
 
     def losses(self, sequences: list[Sequence], *, longest: int, setting: Mapping[str, Any], solver: Solver) -> list[np.ndarray]:
         """float32 [T] of each, in order; NaN where the target is BOS. What the layers' solvers did is added to `solver`."""

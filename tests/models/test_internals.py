@@ -62,3 +62,68 @@ def test_another_document_is_not_in_the_system():
 def test_who_has_internals():
     assert internals.can(models.build(MODEL, SCALE, vocab_size=32))
     assert not internals.can(models.build({"layer": "gla"}, SCALE, vocab_size=32))
+
+
+PALIMPSA = {"pattern": [{"layer": "gla"}, {"layer": "palimpsa_d", "prior": 0.5}]}
+
+
+def by_recurrence(backend: str):
+    """(alpha [B, T, H], importance [B, T, H, K, V]) of the second block, float64, token by token."""
+    built, tokens, found = looked(backend, model=PALIMPSA)
+    params, ops, layer = built.init(0), built.ops, built.layers[1]
+    x, _, _ = built.block(built.layers[0], behind("blocks.0.", params), built.embed(params, tokens), None, None)
+    mixer = behind("blocks.1.mixer.", params)
+    z = ops.rms_norm(x, params["blocks.1.mixer_norm"], eps=1e-6)
+    _, k, _, (beta, log_decay, _), *_ = layer._inputs(mixer, z, None, None, ops=ops)
+    k, beta, alpha = (np.asarray(one, np.float64) for one in (k, beta, ops.exp(log_decay)))
+    J, all_J = np.zeros((2, 2, 8, 8)), []
+    for t in range(11):
+        J = alpha[:, t, :, None, None] * J + k[:, t, :, :, None] ** 2 * beta[:, t, :, None, :]
+        all_J.append(J)
+    return built, tokens, found, alpha, beta, 0.5 + np.stack(all_J, 1)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_palimpsas_windows_and_importance_are_those_of_the_recurrence(backend):
+    built, tokens, found, alpha, beta, importance = by_recurrence(backend)
+    assert set(found) == {1} and set(found[1]) == {"log_window", "beta", "importance"}
+    assert np.allclose(found[1]["log_window"], np.log(1 / (1 - alpha)), atol=1e-4)
+    assert np.allclose(found[1]["beta"], beta.mean(-1), atol=1e-6)
+    assert np.allclose(found[1]["importance"], importance[:, [t - 1 for t in POSITIONS]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_palimpsas_scalars_are_what_a_look_inside_sees(backend):
+    """What training records of a step: means over tokens and heads, and the ratio behind the last token."""
+    built, tokens, _, alpha, _, importance = by_recurrence(backend)
+    _, _, record = built.through_blocks(built.init(0), tokens)
+    low, high = (getattr(importance[:, -1], bound)((-1, -2)) for bound in ("min", "max"))
+    ratio_BH = (high - low) / low
+    assert set(record) == {"log_window", "importance_ratio"}
+    assert float(record["log_window"]) == pytest.approx(-np.log(1 - alpha).mean(), rel=1e-4)
+    assert float(record["importance_ratio"]) == pytest.approx(ratio_BH.mean(), rel=1e-4) and ratio_BH.min() > 0.01
+
+
+def test_without_metaplasticity_there_is_a_window_and_no_importance():
+    plain = {"layer": "palimpsa_m", "metaplasticity": False}
+    built, tokens, found = looked("torch", model=plain)
+    assert set(found) == {0, 1} and set(found[0]) == {"log_window"}
+    assert set(built.through_blocks(built.init(0), tokens)[2]) == {"log_window"}
+
+
+def test_importance_forgets_other_documents():
+    segments = np.array([[0] * 3 + [1] * 8] * 2, np.int32)
+    _, _, found = looked("torch", segments, PALIMPSA)
+    _, _, whole = looked("torch", model=PALIMPSA)
+    assert np.allclose(found[1]["importance"][:, 1], whole[1]["importance"][:, 1], atol=1e-6)
+    assert 0.5 < found[1]["importance"][:, 2].mean() < 0.9 * whole[1]["importance"][:, 2].mean()  # the prior, and two tokens of five
+
+
+def test_a_gate_that_never_closes_has_the_longest_window():
+    from models.layers.palimpsa import LONGEST_WINDOW, log_window
+
+    ops = models.build(MODEL, SCALE, vocab_size=32).ops
+    found = log_window(
+        ops.array(np.log([0.5, 0.999, 1.0]), ops.float32, next(iter(models.build(MODEL, SCALE, vocab_size=32).init(0).values()))), ops=ops
+    )
+    assert np.allclose(np.asarray(found), np.log([2, 1000, LONGEST_WINDOW]), atol=1e-3)

@@ -1,4 +1,4 @@
-"""The unit of evaluation that looks inside Mesa's heads: what is in it, which cells have it, and that it is made once."""
+"""The unit of evaluation that looks inside layers: what is in it, which cells have it, and that it is made once."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,17 @@ from stages.evaluation.parameters import Parameters
 from stages.evaluation.scorer import Scorer
 from tests.stages.small_study import GLA, LENGTH, MESA, context, evaluate_spec, make_packed, train_spec
 
+PALIMPSA = {"layer": "palimpsa_d"}
+PLAIN = {"layer": "palimpsa_m", "metaplasticity": False}
+
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """The inputs of evaluations of a Mesa and a GLA."""
+    """The inputs of evaluations of a Mesa, a GLA and two Palimpsas."""
     root = tmp_path_factory.mktemp("study")
     budget = make_packed(root / "packed")
     found = {}
-    for model in (MESA, GLA):
+    for model in (MESA, GLA, PALIMPSA, PLAIN):
         out = root / model["layer"]
         out.mkdir()
         train.run(train_spec(model=model), out, {"budget": budget}, context()[0])
@@ -92,3 +95,48 @@ def test_states_that_are_reset_are_looked_at_so(study, tmp_path):
 def test_bins_cover_every_position_once(length):
     found = inside.bins(length)
     assert [place for first, last in found for place in range(first, last + 1)] == list(range(1, length + 1))
+
+
+def test_palimpsas_memory_by_block_head_and_bin(study, tmp_path):
+    out = evaluated(study, tmp_path / "out", PALIMPSA, internals=3)
+    assert not (out / "internals" / "internals.parquet").exists() and "internals/memory.parquet" in artifact.read(out)["files"]
+    found = schemas.read(out / "internals" / "memory.parquet", "memory").to_pylist()
+    assert [(row["head"], row["position"]) for row in found] == [(head, last) for head in (0, 1) for last in (1, 2, 4, 8, LENGTH)]
+    for row in found:
+        assert (
+            row["log_window"] > 0 and 0 < row["beta"] < 1.4 and 1 < row["importance_low"] < row["importance_mean"] < row["importance_high"]
+        )
+        assert 0 < row["ratio"] < row["importance_high"]
+    first, last = found[0], found[4]
+    assert last["importance_mean"] > first["importance_mean"]  # it grows with what was read
+
+
+def test_the_last_ratio_and_window_are_those_that_training_records(study, tmp_path):
+    found = schemas.read(evaluated(study, tmp_path / "out", PALIMPSA, internals=9) / "internals" / "memory.parquet", "memory").to_pylist()
+    spec = evaluate_spec(weights=train_spec(model=PALIMPSA), sets=[], lengths=[])
+    parameters = Parameters.model_validate(spec.parameters)
+    import models
+
+    model = models.build(PALIMPSA, parameters.scale, vocab_size=parameters.vocab_size)
+    scorer = Scorer(model, parameters, study["palimpsa_d"]["weights"], context()[0])
+    tokens = np.stack([one.tokens for one in sequences.rows(study["palimpsa_d"]["validation"], parameters)])
+    recorded = scorer.trainer.nll(tokens)[1]
+    ratios = [row["ratio"] for row in found if row["position"] == LENGTH]
+    assert recorded["importance_ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    windows = [
+        sum(row["log_window"] * (row["position"] - row["first"] + 1) for row in found if row["head"] == head) / LENGTH for head in (0, 1)
+    ]
+    assert recorded["log_window"] == pytest.approx(np.mean(windows), rel=1e-4)
+
+
+def test_without_metaplasticity_only_windows_are_there(study, tmp_path):
+    out = evaluated(study, tmp_path / "out", PLAIN, internals=2)
+    found = schemas.read(out / "internals" / "memory.parquet", "memory").to_pylist()
+    assert all(row["log_window"] > 0 and row["ratio"] is None and row["beta"] is None for row in found)
+
+
+def test_training_records_what_is_inside_in_the_history(study):
+    names = schemas.read(study["palimpsa_d"]["weights"] / "history.parquet", "history").column_names
+    assert {"log_window", "importance_ratio"} <= set(names)
+    names = schemas.read(study["mesa"]["weights"] / "history.parquet", "history").column_names
+    assert {"cg_steps", "cg_residual", "gamma", "beta", "lambda"} <= set(names)
