@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import pipelines
 from stages import artifact
 from stages.spec import Stopped
 
@@ -28,6 +29,8 @@ def run(spec, out, inputs, context):
     text = f"{os.environ['OMP_NUM_THREADS']}\n"
     if spec.parameters["do"].startswith("where"):
         text = f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {os.environ.get('TPU_VISIBLE_CHIPS')} {context.settings['backend']}"
+    if spec.parameters["do"] == "whose code":
+        text = f"{os.environ.get('STRATA_CODE')} {pipelines.__file__}"
     if spec.parameters["do"] == "read":
         text = "read " + inputs["made"].read_text()
     (out / "made.txt").write_text(text)
