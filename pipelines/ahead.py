@@ -53,7 +53,7 @@ def unmade(context: dict[str, Any], store: Store, folder: Path = Path(".")) -> C
             name = workspace.dvc_stage(stage, cell, group)
             if locked.get(name) == hashlib.md5(file.read_bytes()).hexdigest():
                 continue
-            if not (store.folder(Spec.load(file).key) / "published").exists():
+            if not store.published(Spec.load(file).key):
                 found.append((stage, cell))
     return found
 

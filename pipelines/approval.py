@@ -13,7 +13,6 @@ from pipelines.ahead import Cells, unmade
 from pipelines.costs import Cost
 from pipelines.plan import hours
 from pipelines.store import Store
-from stages.artifact import write_atomically
 
 
 def cost(context: dict[str, Any], cells: Cells) -> Cost:
@@ -44,16 +43,16 @@ def approve(context: dict[str, Any], store: Store, folder: Path) -> str:
     """Let what is not made yet run. Returns what was approved."""
     cells = unmade(context, store, folder)
     record = {"hours": cost(context, cells).hours, "by": getpass.getuser(), "time": round(time.time(), 3)}
-    write_atomically(_file(store, context["study"]), json.dumps(record, indent=1) + "\n")
+    store.objects.write(_name(context["study"]), (json.dumps(record, indent=1) + "\n").encode())
     return f"Approved: {describe(context, cells)}. `dvc repro` begins."
 
 
 def _approved(store: Store, study: str) -> float:
     try:
-        return float(json.loads(_file(store, study).read_text())["hours"])
+        return float(json.loads(store.objects.read(_name(study)) or b"{}")["hours"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
 
-def _file(store: Store, study: str) -> Path:
-    return store.root / "studies" / study / "approved.json"
+def _name(study: str) -> str:
+    return f"studies/{study}/approved.json"

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from pipelines.objects import is_url, normal
 from pipelines.params import Params, Worker, cells
 from pipelines.plan import GIB, TOKEN_BYTES
 from pipelines.reading import load
@@ -46,8 +47,10 @@ def _disk(params: Params, folder: Path) -> list[str]:
     """The largest budget's tokens and packed rows, and the cells' weights with two checkpoints of the largest."""
     from pipelines.cells import model_of
 
+    if is_url(params.cluster.storage or ""):
+        return _bucket(params.cluster.storage or "")
     place = Path(params.cluster.storage).expanduser() if params.cluster.storage else folder
-    if "://" in str(place) or not place.exists():
+    if not place.exists():
         return []
     longest = max(params.steps(cell.budget) for cell in cells(params)) * params.training.batch * params.packing.sequence_length
     sizes = [model_of(params, cell).parameters for cell in cells(params)]
@@ -69,6 +72,17 @@ def _workers(params: Params) -> list[str]:
         for worker in params.workers(name)
         if worker.accelerator and params.training.batch % worker.chips
     ]
+
+
+def _bucket(url: str) -> list[str]:
+    """What stands against a store in this bucket."""
+    from pipelines.objects import bucket
+
+    try:
+        bucket(normal(url))
+    except ValueError as error:
+        return [f"cluster.storage: {error}"]
+    return []
 
 
 def _accelerators(params: Params) -> list[str]:

@@ -107,6 +107,7 @@ def _repository(root: Path) -> Iterator[Finding]:
         if not lock.exists():
             continue
         name = str(lock.relative_to(root))
+        study = "" if lock.parent == root else f" {lock.parent.name}"
         try:
             stages = (YAML(typ="safe").load(lock.read_text()) or {}).get("stages", {})
             yield Finding(name, f"{len(stages)} stages recorded")
@@ -115,7 +116,7 @@ def _repository(root: Path) -> Iterator[Finding]:
             yield Finding(
                 name,
                 f"damaged: {reason}",
-                f"`git checkout {name}`, or delete it: `dvc repro` then takes what is made from the store and trains nothing",
+                f"`strata relock{study}` rebuilds it from the store and trains nothing; or `git checkout {name}`",
             )
 
 
@@ -124,7 +125,7 @@ def _store(root: Path) -> Iterator[Finding]:
     from pipelines.store import Store
 
     store = Store(root / STORE)
-    keys = [path.parent.name for path in (store.root / "artifacts").glob("*/*/published")] if store.root.is_dir() else []
+    keys = store.keys()
     damaged = {}
     for key in keys:
         try:

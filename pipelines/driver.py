@@ -24,10 +24,11 @@ import ray
 from ray import exceptions
 from ray._private.state import available_resources_per_node
 
-from pipelines import head
+from pipelines import environment, head
 from pipelines.board import Board
+from pipelines.objects import normal
 from pipelines.placement import Offer, Place, first, fits, later, refusal, take
-from pipelines.store import Store
+from pipelines.store import open_store
 from pipelines.work import Outcome, Request
 
 POLL_SECONDS = 0.1
@@ -91,10 +92,11 @@ class Work:
 class Driver:
     """The requests of one study on one Ray session."""
 
-    def __init__(self, store: Path, study: str, session: str, job: str) -> None:
-        self.board, self.store, self.session = Board(store, study), Store(store), session
+    def __init__(self, store: str, study: str, session: str, job: str) -> None:
+        self.board, self.store, self.session = Board(store, study), open_store(store), session
         self.facts = head.identity(psutil.Process()) | {"host": socket.gethostname(), "job": job}
-        self.local = head.MARK in os.environ
+        self.local, self.code = head.MARK in os.environ, os.environ.get(environment.CODE)
+        self.outdated = False  # whether what is wanted is for a driver of other code to do, and this one has no work left
         self.work: dict[str, Work] = {}
         self.published: set[str] = set()
         self.seen: dict[str, Offer] = {}
@@ -109,7 +111,9 @@ class Driver:
 
     def turn(self) -> bool:
         """Look at the board and at the tasks once. Returns whether anything is left to do."""
-        wanted = {item.request.key: item for item in self.board.wanted(self.session)}
+        board = self.board.wanted(self.session)
+        wanted = {item.request.key: item for item in board if item.request.environment.get("code") == self.code}
+        self.outdated = len(wanted) < len(board) and not self.work and not wanted
         for key, item in wanted.items():
             if key not in self.work:
                 self.work[key] = Work(item.request, {item.id}, item.ahead)
@@ -159,7 +163,7 @@ class Driver:
     def _has_inputs(self, work: Work) -> bool:
         """Whether all that it is made from is in the store."""
         for key, _ in work.request.makers.values():
-            if key not in self.published and (self.store.folder(key) / "published").exists():
+            if key not in self.published and self.store.published(key):
                 self.published.add(key)
         if all(key in self.published for key, _ in work.request.makers.values()):
             return True
@@ -171,7 +175,7 @@ class Driver:
         return self._newest(work.request.key) > work.attempt
 
     def _newest(self, key: str) -> int:
-        return max((int(path.name) for path in self.store.attempts(key)[:1]), default=0)
+        return self.store.newest(key)
 
     def _give(self, work: Work) -> None:
         """Hand the work to Ray, unless somebody else (another cluster, a run without Ray) is at it."""
@@ -189,7 +193,7 @@ class Driver:
         work.attempt, work.given, work.place = self._newest(request.key), time.monotonic(), place
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": asked, "name": f"{request.stage}@{request.cell}"}
         try:
-            located = request.located(self.store).at(place)
+            located = request.located(self.store, data=False).at(place)
         except ValueError as damaged:
             self._answer(request.key, Outcome("failed", str(damaged), "mistake"))
             return
@@ -294,8 +298,8 @@ class Driver:
             self._answer(key, Outcome("stopped", "It was stopped before it began."))
         elif not work.stopping:
             work.stopping = True
-            attempt = self.store.alive(key)
-            (attempt / "stop").touch() if attempt else ray.cancel(work.task)
+            if not self.store.ask_to_stop(key):
+                ray.cancel(work.task)
 
     def _answer(self, key: str, outcome: Outcome) -> None:
         self.board.answer(self.session, key, outcome, self.work.pop(key).ids)
@@ -304,7 +308,7 @@ class Driver:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", type=normal, help="its folder, or its URL")
     parser.add_argument("study")
     parser.add_argument("session", help="the Ray session whose requests it takes")
     parser.add_argument("--linger", type=float, default=60.0, help="seconds without work after which it ends (on a cluster)")
@@ -321,9 +325,9 @@ def main(arguments: list[str] | None = None) -> None:
             idle = time.monotonic()
         if driver.local:
             _end_without_guardian()
-        elif time.monotonic() - idle > options.linger:
+        elif driver.outdated or time.monotonic() - idle > options.linger:
             driver.board.leave(options.session)
-            if not driver.turn():  # whoever asked before the sign of life went away is still served
+            if driver.outdated or not driver.turn():  # whoever asked before the sign of life went away is still served
                 break
             driver.beat()
     driver.board.leave(options.session)

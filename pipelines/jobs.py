@@ -8,19 +8,18 @@ from __future__ import annotations
 import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipelines.board import Board
-from pipelines.head import CODE, Address, caller, identity, runs
+from pipelines.code import Code
+from pipelines.head import Address, caller, identity, runs
+from pipelines.objects import normal
 from pipelines.progress import Follower, Progress
-from pipelines.store import Store
+from pipelines.store import open_store
 from pipelines.work import Outcome, Request
 from stages.spec import fingerprint
 
@@ -33,15 +32,6 @@ PATIENCE_SECONDS = 5.0  # before it is said that others run first
 PUBLISHED_SECONDS = 2.0  # for the driver to say what it has published
 
 
-@dataclass(frozen=True)
-class Code:
-    """How the driver's node gets this code: a folder that all nodes see and a Python there, or a runtime environment of Ray's."""
-
-    folder: Path | None = CODE
-    python: str = sys.executable
-    runtime_env: dict[str, Any] = field(default_factory=dict)
-
-
 CODE_HERE = Code()
 
 
@@ -52,12 +42,12 @@ def ask(request: Request, address: Address, *, code: Code = CODE_HERE, progress:
     goes on ("detached").
     ValueError where the cluster does not answer, RuntimeError where it will not run a driver.
     """
-    session = _session(address)
+    session, request = _session(address), code.mark(request)
     with progress or Progress(f"{request.stage} {request.cell}") as shown, _signals() as caught:
         return _Asking(request, address, session, code, shown).wait(caught)
 
 
-def release(requests: Iterable[Request], address: Address, *, at_once: int) -> int:
+def release(requests: Iterable[Request], address: Address, *, at_once: int, code: Code = CODE_HERE) -> int:
     """Let these run whenever there is room and their inputs are made, `at_once` at a time, though nobody waits for them; a driver that is up takes
     them. Returns how many were not on the board before."""
     session = _session(address)
@@ -65,7 +55,7 @@ def release(requests: Iterable[Request], address: Address, *, at_once: int) -> i
     for request in requests:
         board = Board(request.store, request.study)
         if not board.has(session, request.key):
-            board.put(request, session, ahead=at_once)
+            board.put(code.mark(request), session, ahead=at_once)
             new += 1
     return new
 
@@ -100,7 +90,7 @@ class _Asking:
     def __init__(self, request: Request, address: Address, session: str, code: Code, shown: Progress) -> None:
         self.request, self.address, self.session, self.shown = request, address, session, shown
         self.key, self.name = request.key, f"{request.stage} {request.cell}"
-        self.board, self.store = Board(request.store, request.study), Store(Path(request.store))
+        self.board, self.store = Board(request.store, request.study), open_store(request.store)
         self.post = _Post(self.board, address, session, code, request)
         self.follower = Follower(lambda: self.store.attempts(self.key), shown.show, shown.say, self.store.alive(self.key))
         self.caller = identity(caller())
@@ -130,12 +120,12 @@ class _Asking:
 
     def _made_by_others(self) -> Outcome | None:
         """What stands in the store, where our driver has nothing to say of it: another cluster's, or a run's without Ray."""
-        if not (self.store.folder(self.key) / "published").exists():
+        if not self.store.published(self.key):
             return None
         self._published = self._published or time.monotonic()
         if time.monotonic() - self._published < PUBLISHED_SECONDS:
             return None
-        found = self.store.find(self.key)
+        found = self.store.find(self.key, lambda name: False)
         return Outcome("present", folder=str(found)) if found else None
 
     def _say_that_it_waits(self, seconds: float) -> None:
@@ -174,7 +164,7 @@ class _Post:
 
     def __init__(self, board: Board, address: Address, session: str, code: Code, request: Request) -> None:
         self.board, self.address, self.session, self.code, self.request = board, address, session, code, request
-        self.name = f"strata-{request.study}-{fingerprint(str(Path(request.store).absolute()))[:8]}"
+        self.name = f"strata-{request.study}-{fingerprint(normal(request.store))[:8]}"
         self._looked = self._changed = 0.0
         self._beat: Any = None
         self._submitted: tuple[Any, str, float] | None = None
@@ -222,7 +212,7 @@ class _Post:
             self.code.python,
             "-m",
             "pipelines.driver",
-            str(Path(self.request.store).absolute()),
+            normal(self.request.store),
             self.request.study,
             self.session,
             "--job",

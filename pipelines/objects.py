@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import tempfile
 import time
 import uuid
@@ -19,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from stages import artifact
 from stages.sources import opened
 
 PATIENCE_SECONDS = 300.0  # for a bucket that does not answer
@@ -86,7 +84,7 @@ class Folder:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        artifact.write_atomically(self.root / name, data.decode())
+        write(self.root / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name
@@ -271,11 +269,17 @@ def _entry(info: dict[str, Any]) -> Entry:
     return Entry(info["size"], modified, f"{mark}-{modified}-{info['size']}")
 
 
-def free_space(where: str | Path) -> int | None:
-    """Free bytes where a store is or will be; None for a bucket, which has no end."""
-    if is_url(where):
-        return None
-    place = Path(normal(where))
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+def write(path: Path, data: bytes) -> None:
+    """Bytes in a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -109,7 +110,7 @@ class Growth(Strict):
 class Cluster(Strict):
     """Where work goes and how much of it at once: never part of what a result is.
 
-    storage: the store's folder seen by all nodes (no URL: buckets are not supported yet); null: .strata/ in the repository. workers: by scale; "default" for the other stages; several
+    storage: the store: a folder seen by all nodes, or a bucket (s3://bucket/path, gs://bucket/path; docs/storage.md); null: .strata/ in the repository. workers: by scale; "default" for the other stages; several
     in order of preference, of which a cell takes the first that has room. grows: what an autoscaling cluster may become.
     code: how its nodes get this code: "shared", a path that all see, or "upload", a copy of the tracked files. python: theirs; null: this one's path
     (code: shared), or what they call python. image: a container that holds code and environment, in place of both.
@@ -129,9 +130,15 @@ class Cluster(Strict):
 
     @field_validator("storage")
     @classmethod
-    def _a_folder(cls, value: str | None) -> str | None:
-        if value is not None and "://" in value:
-            raise ValueError(f"is {value!r}, a URL; the store is a folder that all nodes see (buckets are not supported yet)")
+    def _a_place(cls, value: str | None) -> str | None:
+        if value is not None and re.match(r"[a-z0-9+.-]*://[^/@]*@", value):
+            raise ValueError(
+                "holds a user or a password; leave credentials to the environment (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS)"
+            )
+        if value is not None and ("::" in value or value.startswith(("http://", "https://", "hf://"))):
+            raise ValueError(
+                f"is {value!r}; a store is a folder that all nodes see, or a bucket that can be written to: s3://bucket/path, gs://bucket/path"
+            )
         return value
 
 

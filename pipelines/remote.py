@@ -151,12 +151,19 @@ class RemoteStore(Store):
             raise ValueError(f"The store has no artifact {key[:12]}, or its record is damaged.")
         return self._manifest(key, record, self.folder(key) / record["token"])
 
-    def locate(self, key: str, inside: str = "") -> Path | None:
+    def locate(self, key: str, inside: str = "", *, data: bool = True) -> Path | None:
         """Where a stage reads this part of a published artifact: only what it needs is fetched."""
-        found = self.find(key, lambda name: name == inside or name.startswith(f"{inside}/" if inside else "") and not _working(name))
+
+        def wanted(name: str) -> bool:
+            if name == inside:
+                return True
+            part = name.startswith(f"{inside}/" if inside else "") and not _working(name)
+            return part and (data or name == f"{inside}/{artifact.NAME}")
+
+        found = self.find(key, wanted)
         if found is None:
             return None
-        if inside.startswith("budgets/"):
+        if data and inside.startswith("budgets/"):
             needed = set(rows.shards(found / inside))
             self.find(key, needed.__contains__)
         return found / inside
@@ -288,9 +295,9 @@ class RemoteStore(Store):
             if had.get(name) == now[name] or (name in GROWING and len(here) == entries[name].size):
                 continue
             here = here if len(here) < entries[name].size else b""
-            _write(folder / name, here + (self.bucket.read(f"attempts/{key}/{number}/{name}", start=len(here)) or b""))
+            objects.write(folder / name, here + (self.bucket.read(f"attempts/{key}/{number}/{name}", start=len(here)) or b""))
         if now != had:
-            _write(marks, json.dumps(now).encode())
+            objects.write(marks, json.dumps(now).encode())
         folder.mkdir(parents=True, exist_ok=True)
 
     def resumable(self, key: str) -> list[Path]:
@@ -458,6 +465,7 @@ class RemoteLease(Lease):
 
     key: str = ""
     _asked: bool = False
+    _seen: set[tuple[str, int]] = field(default_factory=set)
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     _resume: Files = field(default_factory=dict)
     _saved: threading.Event = field(default_factory=threading.Event)
@@ -487,6 +495,9 @@ class RemoteLease(Lease):
             while not self._stop.wait(BEAT_SECONDS):
                 with suppress(OSError):  # a bucket that is away: the fence decides
                     self.remote.bucket.write(f"{self.place}/heartbeat", b"1")
+                    if (saved := self._checkpoints()) != self._seen:
+                        self._seen = saved
+                        self.kept()
                     self._asked = self._asked or self.remote.bucket.info(f"{self.place}/stop") is not None
                     self._show()
 
@@ -507,6 +518,14 @@ class RemoteLease(Lease):
             for thread in threads:
                 thread.join()
 
+    def _checkpoints(self) -> set[tuple[str, int]]:
+        """The checkpoints that stand now. Whoever writes one puts it in place whole."""
+        found = set()
+        for path in (self.folder / CHECKPOINTS).glob("*.safetensors"):
+            with suppress(FileNotFoundError):
+                found.add((path.name, path.stat().st_mtime_ns))
+        return found
+
     def kept(self) -> None:
         """What the attempt has saved so far is to be where a later one finds it: sent in the background, from links and copies made now."""
         staging = Path(tempfile.mkdtemp(prefix=".resume-", dir=self.folder))
@@ -516,8 +535,9 @@ class RemoteLease(Lease):
                 continue
             target = staging / name
             target.parent.mkdir(exist_ok=True)
-            grows = path.parent == self.folder and path.stat().st_size <= COPIED_BYTES
-            shutil.copy2(path, target) if grows else os.link(path, target)
+            with suppress(FileNotFoundError):  # an older checkpoint that goes meanwhile
+                grows = path.parent == self.folder and path.stat().st_size <= COPIED_BYTES
+                shutil.copy2(path, target) if grows else os.link(path, target)
         staging.rename(staging.with_name(f"{staging.name}-whole"))
         self._saved.set()
 
@@ -650,11 +670,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)

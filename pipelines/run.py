@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import environment, slices, workspace
+from pipelines.objects import is_url
 from pipelines.placement import Place
-from pipelines.store import Store
+from pipelines.store import Store, open_store
 from pipelines.work import Outcome, Request, execute
 from stages import artifact
 from stages.command import HISTORY
@@ -21,11 +23,13 @@ from stages.spec import Spec
 
 if TYPE_CHECKING:
     from pipelines import ahead, head
+    from pipelines.code import Code
     from pipelines.progress import Progress
 
 STORE = ".strata"
 FLOORS = ("kernels", "models", "stages", "pipelines")
 BUSY_SECONDS = 1.0  # between looks at a key that somebody else is making
+DIRTY = "STRATA_DIRTY"  # environment variable: uncommitted code may be sent to a cluster
 REMEMBERED = ("train", "evaluate", "analyze")  # what MLflow hears of
 
 
@@ -42,8 +46,9 @@ class Unfinished(Exception):
 
 
 def store_of(context: dict[str, Any], folder: Path = Path(".")) -> Store:
-    """The store that the study's settings name: a folder (a relative one is seen from the repository's root), or .strata/ there."""
-    return Store(root_of(context, folder) / Path(context["storage"] or STORE).expanduser())
+    """The store that the study's settings name: a bucket, a folder (a relative one is seen from the repository's root), or .strata/ there."""
+    where = context["storage"] or STORE
+    return open_store(where if is_url(where) else root_of(context, folder) / Path(where).expanduser())
 
 
 def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
@@ -61,11 +66,11 @@ def run(stage: str, cell: str, *, ray: bool, profile: bool = False) -> Outcome:
         raise ValueError(f"{file} does not exist: the study has no {stage} of {cell!r}, or `strata run resolve` has not run since it has.")
     spec = Spec.load(file)
     store = store_of(context)
-    found = store.find(spec.key)
+    found = store.find(spec.key, lambda name: False)
     source = source_of(stage, cell, context)
     if found is None and source is not None:
         run(stage, source, ray=ray)  # an edge that dvc.yaml, the same for every study, does not have
-    wanted = request(stage, cell, spec, context, store, profile=profile).located(store)
+    wanted = request(stage, cell, spec, context, store, profile=profile).located(store, data=False)
     if found and (strange := _strange_input(found, wanted)):
         print(f"{stage} {cell}: the store's was made from another {strange} than there is now; it is made again.", file=sys.stderr)
         store.forget(spec.key)
@@ -75,8 +80,12 @@ def run(stage: str, cell: str, *, ray: bool, profile: bool = False) -> Outcome:
         if stage == "train" and outcome.folder:
             _remember(stage, cell, spec, context, outcome)
         raise Unfinished(f"{stage} {cell}: {outcome.status}. {outcome.error or ''}".rstrip(), outcome)
-    made = Path(outcome.folder or "")
-    workspace.place(stage, cell, context["roles"].get(cell), made, data=context["outputs"] == "files")
+    data = context["outputs"] == "files"
+    made = store.find(spec.key, workspace.placed(stage, data=data))
+    if made is None:
+        raise ValueError(f"{stage} {cell}: it was made and is not in the store {store.where} any more; run again.")
+    outcome.folder = str(made)
+    workspace.place(stage, cell, context["roles"].get(cell), made, data=data)
     print(f"{stage} {cell}: {'taken from the store' if outcome.status == 'present' else 'made'}, key {spec.key[:12]}")
     _remember(stage, cell, spec, context, outcome)
     return outcome
@@ -89,7 +98,7 @@ def source_of(stage: str, cell: str, context: dict[str, Any]) -> str | None:
 
 def _strange_input(found: Path, wanted: Request) -> str | None:
     """The first input of an artifact whose data is not what it was made from (a training made again on a GPU, say), or None."""
-    recorded = artifact.read(found)["inputs"]
+    recorded = artifact.read(found, data=False)["inputs"]
     for name, path in wanted.inputs.items():
         now = _digest(Path(path))
         if now is not None and recorded.get(name, now) != now:
@@ -104,7 +113,7 @@ def _digest(path: Path) -> str | None:
             from stages.schemas import recorded_digest
 
             return recorded_digest(path)
-        return artifact.read(path)["digest"] if path.is_dir() else json.loads(path.read_text())["digest"]
+        return workspace.record(path)["digest"] if path.is_dir() else json.loads(path.read_text())["digest"]
     except (OSError, ValueError, KeyError):
         return None
 
@@ -124,7 +133,7 @@ def request(stage: str, cell: str, spec: Spec, context: dict[str, Any], store: S
         spec=spec.model_dump(),
         inputs={name: str(path.absolute()) for name, path in workspace.inputs(spec, cell, source_of(stage, cell, context)).items()},
         makers=_makers(spec, context),
-        store=str(store.root),
+        store=store.where,
         study=context["study"],
         settings={
             **context["settings"],
@@ -211,12 +220,14 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
             with _signals() as stopping:
                 return _execute_here(wanted, progress, stopping)
         from pipelines import head, jobs, tracking
+        from pipelines.code import code_for
 
         if wanted.stage in REMEMBERED:
             tracking.warm()
         address = head.address_from_environment() or head.ensure(root_of(context))
-        _release([item for item in rest if item != (wanted.stage, wanted.cell)], context, store, address)
-        return jobs.ask(wanted, address, progress=progress)
+        code = code_for(context["code"], root_of(context), address, dirty=os.environ.get(DIRTY, "0") not in ("", "0"))
+        _release([item for item in rest if item != (wanted.stage, wanted.cell)], context, store, address, code)
+        return jobs.ask(wanted, address, code=code, progress=progress)
 
 
 def _execute_here(wanted: Request, progress: Progress, stopping: list[int]) -> Outcome:
@@ -234,14 +245,14 @@ def _execute_here(wanted: Request, progress: Progress, stopping: list[int]) -> O
         time.sleep(BUSY_SECONDS)
 
 
-def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address) -> None:
+def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address, code: Code) -> None:
     """Let the rest of the study run ahead of DVC's asking; say so when there is something new."""
     from pipelines import ahead, approval, jobs
 
     if not rest or not context["ahead"] or (address.local and not ahead.room_here(context)):
         return
     requests = (request(stage, cell, Spec.load(workspace.spec_file(stage, cell)), context, store) for stage, cell in rest)
-    if jobs.release(requests, address, at_once=context["ahead"]):
+    if jobs.release(requests, address, at_once=context["ahead"], code=code):
         print(
             f"Released: {approval.describe(context, rest)}; {context['ahead']} at a time at most, as the cluster has room.", file=sys.stderr
         )

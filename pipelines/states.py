@@ -10,7 +10,7 @@ from typing import Any
 from pipelines import workspace
 from pipelines.cells import Specs
 from pipelines.store import Store
-from stages import artifact
+from stages import provenance
 from stages.spec import Spec
 
 
@@ -25,23 +25,24 @@ class State:
 
 def states(study: Specs, roles: dict[str, str], store: Store, folder: Path) -> dict[tuple[str, str], State]:
     """The state of every stage and cell. Reads small local files only."""
-    return {(stage, cell): _state(stage, cell, spec, study, roles.get(cell), store, folder) for (stage, cell), spec in study.items()}
+    with store.looking():
+        return {(stage, cell): _state(stage, cell, spec, study, roles.get(cell), store, folder) for (stage, cell), spec in study.items()}
 
 
 def _state(stage: str, cell: str, spec: Spec, study: Specs, role: str | None, store: Store, folder: Path) -> State:
     here = folder / workspace.output(stage, cell, role)
     try:
-        placed = artifact.read(here)
+        placed = workspace.record(here)
     except ValueError:
         placed = None
     if placed and placed["key"] == spec.key:
         return State("done", commit=_commit(folder / workspace.provenance_file(stage, cell)))
     try:
-        published = store.find(spec.key)
+        published = store.find(spec.key, {provenance.NAME}.__contains__)
     except ValueError as damaged:
         return State("to run", str(damaged))
     if published:
-        return State("done", commit=_commit(published / "provenance.json"))
+        return State("done", commit=_commit(published / provenance.NAME))
     if attempt := store.alive(spec.key):
         return State("running", _progress(attempt))
     if placed:
@@ -53,7 +54,7 @@ def _state(stage: str, cell: str, spec: Spec, study: Specs, role: str | None, st
 
 
 def _unmade(store: Store, key: str) -> bool:
-    return not (store.folder(key) / "published").exists()
+    return not store.published(key)
 
 
 def _commit(path: Path) -> str | None:
@@ -87,7 +88,7 @@ def _progress(attempt: Path) -> str:
 def _difference(store: Store, old_key: str, new: Spec) -> str:
     """What differs between the spec something was made under and the one it should be made under."""
     try:
-        old = Spec.load(store.folder(old_key) / "spec.json")
+        old = Spec.model_validate_json(store.spec(old_key) or "")
     except ValueError:
         return "made under other parameters"
     before, after = old.model_dump(), new.model_dump()

@@ -90,7 +90,6 @@ def stop(folder: Path, cell: str) -> str:
     """Ask the running stage of a cell to save its work and stop."""
     stages, store = _stages(folder, cell)
     for stage, key in stages:
-        if attempt := store.alive(key):
-            (attempt / "stop").touch()
+        if store.ask_to_stop(key):
             return f"{stage} of {cell} is asked to stop; it saves a checkpoint first."
     return f"{cell} is not running."

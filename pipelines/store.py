@@ -98,7 +98,7 @@ class Lease:
         return self.stop_file.exists()
 
     def kept(self) -> None:
-        """To be called when work was saved that a later attempt can go on from. Here it is saved in the store itself."""
+        """Have what was saved so far where a later attempt finds it. In a folder it is there."""
 
     def fence(self) -> None:
         """Raise LeaseLost if a later attempt took over, or the artifact was forgotten: to be called before every write that lasts."""
@@ -192,8 +192,8 @@ class Store:
         path = self.folder(key) / "spec.json"
         return path.read_text() if path.is_file() else None
 
-    def locate(self, key: str, inside: str = "") -> Path | None:
-        """Where a stage reads this part of a published artifact, or None. ValueError where it is damaged."""
+    def locate(self, key: str, inside: str = "", *, data: bool = True) -> Path | None:
+        """Where a stage reads this part of a published artifact, or None. Without `data` its record alone will be read. ValueError where it is damaged."""
         found = self.find(key)
         return found / inside if found else None
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import shutil
+import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ray import exceptions
 
+from pipelines import objects
+from pipelines.store import open_store
 from pipelines.work import Outcome, Request, execute
 from stages.spec import Context, Spec
 
@@ -36,14 +39,33 @@ def execute_together(request: Request, threads: int) -> Outcome:
     """Run a request by as many processes as it asks for. Raises TeamLost where one of them is lost."""
     from ray.train import FailureConfig, RunConfig, TrainingFailedError
 
-    with tempfile.TemporaryDirectory(dir=request.store, prefix=".ray-train-") as folder:
-        run = RunConfig(storage_path=folder, name=request.key[:12], failure_config=FailureConfig(max_failures=0))
-        given = {"request": asdict(request), "threads": max(1, threads // request.processes), "outcome": f"{folder}/outcome.json"}
-        try:
-            _trainer(request, given, run).fit()
-        except TrainingFailedError as error:
-            raise TeamLost(str(error).strip().splitlines()[-1]) from error
-        return Outcome(**json.loads(Path(folder, "outcome.json").read_text()))
+    store = objects.at(request.store)
+    place = f"ray-train/{request.key[:12]}-{uuid.uuid4().hex[:8]}"
+    run = RunConfig(**_storage(store, place), name=request.key[:12], failure_config=FailureConfig(max_failures=0))
+    given = {"request": asdict(request), "threads": max(1, threads // request.processes), "outcome": f"{place}/outcome.json"}
+    try:
+        _trainer(request, given, run).fit()
+        return Outcome(**json.loads(store.read(given["outcome"]) or b""))
+    except TrainingFailedError as error:
+        raise TeamLost(str(error).strip().splitlines()[-1]) from error
+    finally:
+        _remove(store, place)
+
+
+def _storage(store: objects.Objects, place: str) -> dict[str, Any]:
+    """Where Ray Train keeps what its processes tell each other: in the store, which all nodes see."""
+    if not isinstance(store, objects.Bucket):
+        return {"storage_path": f"{store.where}/{place}"}
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    return {"storage_path": store.path(place), "storage_filesystem": PyFileSystem(FSSpecHandler(store.fs))}
+
+
+def _remove(store: objects.Objects, place: str) -> None:
+    if isinstance(store, objects.Bucket):
+        store.remove(store.list(place))
+    else:
+        shutil.rmtree(Path(store.where, place), ignore_errors=True)
 
 
 def _trainer(request: Request, given: dict[str, Any], run: Any) -> Any:
@@ -95,7 +117,8 @@ def _work(given: dict[str, Any]) -> None:
             outcome = execute(request, log=True)
         finally:
             dismiss()
-        Path(given["outcome"]).write_text(json.dumps(asdict(outcome)))
+        objects.at(request.store).write(given["outcome"], json.dumps(asdict(outcome)).encode())
     else:
+        request = request.located(open_store(request.store))  # a bucket's files come to this machine, too
         context = Context(threads=request.threads, device=request.device, settings=request.settings)
         stage.help(Spec.model_validate(request.spec), {name: Path(path) for name, path in request.inputs.items()}, context)

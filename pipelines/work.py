@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipelines.placement import Place
-from pipelines.store import Busy, Lease, Store
+from pipelines.store import Busy, Lease, Store, open_store
 from stages import units
 from stages.engine import told_of_full_disk
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
@@ -84,10 +84,11 @@ class Request:
             threads=min(int(place.resources.get("cpus", 1)), os.cpu_count() or 1) if self.places else self.threads,
         )
 
-    def located(self, store: Store) -> Request:
-        """The same, with each input that the store has read there, where nothing moves under a stage that runs."""
-        found = {name: store.find(key) for name, (key, _) in self.makers.items()}
-        return replace(self, inputs=self.inputs | {name: str(place / self.makers[name][1]) for name, place in found.items() if place})
+    def located(self, store: Store, *, data: bool = True) -> Request:
+        """The same, with each input that the store has read there, where nothing moves under a stage that runs. Without `data`, for a look at what
+        the inputs' records say. From a bucket they come to this machine: so it is asked where the stage runs."""
+        found = {name: store.locate(key, inside, data=data) for name, (key, inside) in self.makers.items()}
+        return replace(self, inputs=self.inputs | {name: str(place) for name, place in found.items() if place})
 
 
 @dataclass
@@ -119,15 +120,18 @@ def execute(
     Takes up the newest usable work of earlier attempts. Never raises for a stage that fails: the outcome says how.
     log: what this process prints goes to the attempt's log.txt from here on, for `strata logs`.
     """
-    store = Store(Path(request.store))
+    store = open_store(request.store)
     spec = Spec.model_validate(request.spec)
     try:
-        found = store.find(spec.key)
+        found = store.find(spec.key, _nothing)
+        request = request if found else request.located(store)
     except ValueError as error:
         return Outcome("failed", str(error), "mistake")
+    except OSError as error:
+        return Outcome("failed", f"The store did not answer: {error}", "error")
     if found:
         return Outcome("present", folder=str(found))
-    earlier = store.attempts(spec.key)
+    earlier = store.resumable(spec.key)
     try:
         with told_of_full_disk(store.root):
             lease = store.acquire(spec.key, canonical(spec.model_dump()))
@@ -142,7 +146,8 @@ def execute(
         print(outcome.error, flush=True)
     lease.release(asdict(outcome))
     if outcome.done:
-        _tidy(store, spec.key, lease)
+        with suppress(OSError):  # what is left is `strata gc`'s
+            store.tidy(spec.key, lease.number)
     return outcome
 
 
@@ -164,7 +169,7 @@ def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_pro
         settings=request.settings | {"provenance": request.settings.get("provenance", {}) | {"attempt": lease.number}},
         progress_file=lease.folder / "progress.jsonl",
         fence=lease.fence,
-        stop_requested=lambda: stop() or lease.stop_file.exists(),
+        stop_requested=lambda: stop() or lease.stop_requested(),
         on_progress=on_progress,
     )
     folder = str(lease.folder)
@@ -180,7 +185,7 @@ def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_pro
     except Exception as error:
         return _failed(error, lease)
     if not published:
-        return Outcome("present", folder=str(lease.store.find(spec.key)))
+        return Outcome("present", folder=str(lease.store.find(spec.key, _nothing)))
     return Outcome("succeeded", folder=folder)
 
 
@@ -199,9 +204,6 @@ def _failed(error: Exception, lease: Lease) -> Outcome:
     return Outcome("failed", "".join(traceback.format_exception(error)), "error", folder)
 
 
-def _tidy(store: Store, key: str, lease: Lease) -> None:
-    """The artifact stands: earlier attempts' folders are of no more use."""
-    published = store.find(key)
-    for attempt in store.attempts(key):
-        if attempt != published and attempt.name != str(lease.number):
-            shutil.rmtree(attempt, ignore_errors=True)
+def _nothing(name: str) -> bool:
+    """Of an artifact's files: its record serves."""
+    return False

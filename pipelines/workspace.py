@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stages.command import HISTORY, WORKSPACE, default_input
 from stages.spec import Spec
 
 CONTEXT = Path("context.json")
+BULK = ("tokenize", "pack", "train")  # what `outputs: pointers` leaves in the store
 STAGES = ("vocabulary", "tokenize", "pack", "items", "train", "evaluate", "analyze")
 # What an attempt's folder holds beside the artifact: the work's own, never an output.
 WORKING = ("checkpoints", "progress.jsonl", HISTORY, "heartbeat", "outcome.json", "log.txt", "stop", "published", provenance.NAME)
@@ -59,16 +61,31 @@ def inputs(spec: Spec, cell: str, source: str | None = None) -> dict[str, Path]:
 
 
 def place(stage: str, cell: str, role: str | None, made: Path, folder: Path = Path("."), *, data: bool = True) -> None:
-    """Link a published artifact's files to where the study keeps them. With data=False, its record alone (`outputs: pointers`)."""
+    """Link a published artifact's files to where the study keeps them. With data=False, of a bulk artifact its records alone (`outputs: pointers`)."""
     target = folder / output(stage, cell, role)
     shutil.rmtree(target, ignore_errors=True)
-    small = ("budgets/",) if stage == "pack" else ()  # small, and what training depends on: always here
-    link_tree(made, target, lambda name: _is_output(name) and (data or name.endswith(artifact.NAME) or name.startswith(small)))
+    wanted = placed(stage, data=data)
+    link_tree(made, target, lambda name: _is_output(name) and wanted(name))
     records = {provenance.NAME: provenance_file(stage, cell)} | ({HISTORY: history_file(cell)} if stage == "train" else {})
     for name, place in records.items():
         if not (made / name).is_file():
             raise ValueError(f"The store's {stage} of {cell} lacks {name}: `strata forget {stage}/{cell}` has it made again.")
         link(made / name, folder / place)
+
+
+def placed(stage: str, *, data: bool) -> Callable[[str], bool]:
+    """Whether a study's folder has a file of an artifact: all of them, or of a bulk artifact (tokens, packed rows, weights) only what is small."""
+    if data or stage not in BULK:
+        return lambda name: True
+    small = ("budgets/",) if stage == "pack" else ()  # what training depends on: always here
+    return lambda name: name.endswith(artifact.NAME) or name in (provenance.NAME, HISTORY) or name.startswith(small)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """The record of an output, with its data or without (`outputs: pointers`). ValueError where it is damaged, or has some of its data."""
+    found = artifact.read(folder, data=False)
+    data = [name for name in found["files"] if not name.endswith(".json")]
+    return artifact.read(folder) if not data or any((folder / name).exists() for name in data) else found
 
 
 def _is_output(name: str) -> bool:

@@ -275,9 +275,10 @@ def test_two_sessions_may_want_the_same_and_leave_each_other_alone(tmp_path):
 
 def test_a_damaged_request_is_passed_over(tmp_path):
     board = Board(tmp_path, "nano")
-    (board.folder / "requests" / "s").mkdir(parents=True)
-    (board.folder / "requests" / "s" / "torn.json").write_text('{"id": "1", "sess')
-    (board.folder / "requests" / "s" / "other.json").write_text(
+    requests = tmp_path / board.place / "requests" / "s"
+    requests.mkdir(parents=True)
+    (requests / "torn.json").write_text('{"id": "1", "sess')
+    (requests / "other.json").write_text(
         json.dumps({"id": "1", "session": "s", "ahead": 0, "asked": 0, "request": {"stage": "probe", "new": 1}})
     )
     assert board.wanted("s") == []

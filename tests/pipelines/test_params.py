@@ -113,7 +113,8 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "no lengths": (put("evaluation/lengths", []), ["evaluation.lengths"]),
     "baseline outside the grid": (put("analysis/baseline", "mamba2"), ["analysis.baseline", "'mamba2'"]),
     "worker of no scale": (put("cluster/workers/huge", {"cpus": 2}), ["cluster.workers", "'huge'", "tiny"]),
-    "store as a URL": (put("cluster/storage", "s3://bucket/store"), ["cluster.storage", "s3://bucket/store", "folder"]),
+    "store that cannot be written to": (put("cluster/storage", "https://host/store"), ["cluster.storage", "https://host/store", "s3://bucket"]),
+    "store with a password": (put("cluster/storage", "s3://me:secret@host/store"), ["cluster.storage", "password", "environment"]),
     "unknown accelerator": (
         put("cluster/workers/default", {"cpus": 2, "accelerator": "h100"}),
         ["cluster.workers.default.accelerator", "'h100'", "laptop"],
