@@ -85,7 +85,7 @@ def small(params: dict[str, Any]) -> dict[str, Any]:
     params["packing"] |= {"sequence_length": 32, "shard_rows": 32, "validation_rows": 8, "window": 64}
     params["training"] |= {"batch": 4, "warmup_steps": 2, "checkpoint_every": 4}
     params["budgets"]["1m"]["tokens"] = 4 * 32 * 6
-    params["evaluation"] |= {"lengths": [32, 64], "settings": {"cg-2": {"steps": 2}}}
+    params["evaluation"] |= {"lengths": [32, 64], "settings_lengths": [64], "settings": {"cg-2": {"steps": 2}}}
     params["vocabulary"] |= {"size": 300, "megabytes": 0.2}
     for source in params["data"]["sources"].values():
         source["files"] = [f"pipelines/nano/{name}" for name in source["files"]]
