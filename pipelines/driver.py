@@ -43,7 +43,7 @@ LOST = (
     exceptions.OutOfMemoryError,
     exceptions.ObjectLostError,
 )
-QUEUED_AHEAD = 2  # tasks nobody waits for that may stand in Ray's queue: enough to make a cluster grow, too few to block it
+QUEUED_AHEAD = 2  # tasks nobody waits for that may stand in Ray's queue beyond what there is room for: enough to make a cluster grow, too few to block it
 
 
 @ray.remote(max_calls=1, max_retries=0)
@@ -152,13 +152,18 @@ class Driver:
         if not ahead:
             return
         given = [item for item in self.work.values() if item.task is not None]
-        room = QUEUED_AHEAD - sum(not self._begun(item) for item in given)
+        room = max(QUEUED_AHEAD, self._room(ahead[0])) - sum(not self._begun(item) for item in given)
         running = sum(item.ahead > 0 for item in given)
         for work in ahead[: max(0, room)]:
             if running >= work.ahead:
                 break
             self._give(work)
             running += 1
+
+    def _room(self, work: Work) -> int:
+        """For how many like it there is room now: all of them are begun at once, however long a worker takes to start."""
+        place = work.request.choices[0]
+        return sum(offer.processes(place) for offer in self._nodes()[1]) // max(1, place.processes)
 
     def _has_inputs(self, work: Work) -> bool:
         """Whether all that it is made from is in the store."""
