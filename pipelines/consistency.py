@@ -178,6 +178,8 @@ def _worker(params: Params, worker: Worker | Growth, where: str) -> None:
     name = worker.accelerator
     if name is not None and name not in params.accelerators:
         raise ValueError(f"{where}.accelerator: {name!r} is not under accelerators; {nearest(name, params.accelerators)}")
+    if isinstance(worker, Worker) and worker.fsdp is not None and worker.chips % worker.fsdp:
+        raise ValueError(f"{where}.fsdp: {worker.fsdp} does not divide the {worker.chips} chips of this worker; give a divisor of them.")
     if worker.topology is None:
         return
     if name is None or params.accelerators[name].kind != "tpu":

@@ -79,7 +79,7 @@ def _inside(kind: Any, part: Any) -> Any:
         return next((found for item in kind if (found := _inside(item, part)) is not None), None)
     if hasattr(kind, "model_fields"):
         field = kind.model_fields.get(part)
-        return _unwrap(field.annotation) if field else kind if _is_branch(part) else None
+        return _unwrap(field.annotation) if field else kind if _is_branch(part) or isinstance(part, int) else None
     arguments = typing.get_args(kind)
     return _unwrap(arguments[-1]) if arguments else kind
 

@@ -82,7 +82,8 @@ class Worker(Strict):
     """What the worker of a cell needs. accelerator: a name of `accelerators`, or null for processors alone; count: how many of it.
 
     topology: of a TPU slice, all of which is taken: its chips along each axis ("2x4", "2x2x2") or its name ("v5p-16"); then cpus are of each
-    host, and count follows. backend: which framework computes there; null: jax on a TPU, else torch.
+    host, and count follows. backend: which framework computes there; null: jax on a TPU, else torch. fsdp: over how many of the chips each
+    parameter is split, under jax.
     """
 
     cpus: PositiveInt = 2
@@ -90,6 +91,7 @@ class Worker(Strict):
     count: PositiveInt = 1
     topology: Annotated[str | None, AfterValidator(_topology)] = None
     backend: Literal["torch", "jax"] | None = None
+    fsdp: PositiveInt | None = None
 
     @property
     def chips(self) -> int:

@@ -39,6 +39,7 @@ class Place:
     device: str = "auto"
     backend: str | None = None
     peak_flops: float | None = None
+    fsdp: int | None = None
 
     @property
     def each(self) -> dict[str, float]:

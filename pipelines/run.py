@@ -168,6 +168,7 @@ def place(stage: str, worker: dict[str, Any]) -> Place:
         device={"gpu": "cuda", "tpu": "tpu", "cpu": "auto"}[kind],  # one that is not there is an error, never a processor instead
         backend=backend,
         peak_flops=chip["flops"] * count if "flops" in chip else None,
+        fsdp=worker.get("fsdp") if stage == "train" else None,
     )
 
 

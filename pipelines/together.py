@@ -16,7 +16,7 @@ from typing import Any
 
 from ray import exceptions
 
-from pipelines import objects
+from pipelines import environment, objects
 from pipelines.store import open_store
 from pipelines.work import Outcome, Request, execute
 from stages.spec import Context, Spec
@@ -47,6 +47,8 @@ def execute_together(request: Request, threads: int) -> Outcome:
         _trainer(request, given, run).fit()
         return Outcome(**json.loads(store.read(given["outcome"]) or b""))
     except TrainingFailedError as error:
+        if strange := next((line for line in str(error).splitlines() if environment.DIFFERS in line), None):
+            return Outcome("failed", strange.removeprefix("RuntimeError: "), "mistake")
         raise TeamLost(str(error).strip().splitlines()[-1]) from error
     finally:
         _remove(store, place)
@@ -107,6 +109,9 @@ def _work(given: dict[str, Any]) -> None:
     from stages import train as stage
 
     request = Request(**given["request"])
+    if strange := environment.difference(request.environment, request.settings.get("backend") or "torch"):
+        raise RuntimeError(strange)
+    request.settings["spread"] = not objects.is_url(request.store)
     request.threads = given["threads"]
     if request.settings.get("backend") == "jax":
         from models.backends.jax_parallel import dismiss

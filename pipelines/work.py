@@ -72,7 +72,8 @@ class Request:
     def at(self, place: Place) -> Request:
         """The same, to run there. Nothing of it is identity; provenance says which it was."""
         settings = self.settings | {"provenance": self.settings.get("provenance", {}) | {"place": place.name}}
-        settings |= {name: value for name, value in (("backend", place.backend), ("peak_flops", place.peak_flops)) if value is not None}
+        given = {"backend": place.backend, "peak_flops": place.peak_flops, "fsdp": place.fsdp}
+        settings |= {name: value for name, value in given.items() if value is not None}
         return replace(
             self,
             resources=place.resources,

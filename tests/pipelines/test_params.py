@@ -54,6 +54,9 @@ def both(*changes: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]
 
 REPLACE = {"count": 1, "by": "memory_window", "layer": {"layer": "mesa"}}
 
+V5P = {"kind": "tpu", "flops": 4.59e14, "memory": 95, "cost": 4.2, "utilization": 0.45}
+TPU = {"accelerator": "v5p"}
+
 # what is changed -> words that the sentence must hold
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "unknown key": (put("gird", {}), ["gird", "not a parameter", "'grid'"]),
@@ -113,12 +116,40 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "no lengths": (put("evaluation/lengths", []), ["evaluation.lengths"]),
     "baseline outside the grid": (put("analysis/baseline", "mamba2"), ["analysis.baseline", "'mamba2'"]),
     "worker of no scale": (put("cluster/workers/huge", {"cpus": 2}), ["cluster.workers", "'huge'", "tiny"]),
-    "store that cannot be written to": (put("cluster/storage", "https://host/store"), ["cluster.storage", "https://host/store", "s3://bucket"]),
+    "store that cannot be written to": (
+        put("cluster/storage", "https://host/store"),
+        ["cluster.storage", "https://host/store", "s3://bucket"],
+    ),
     "store with a password": (put("cluster/storage", "s3://me:secret@host/store"), ["cluster.storage", "password", "environment"]),
     "unknown accelerator": (
         put("cluster/workers/default", {"cpus": 2, "accelerator": "h100"}),
         ["cluster.workers.default.accelerator", "'h100'", "laptop"],
     ),
+    "accelerator of an alternative": (
+        put("cluster/workers/default", [{"cpus": 2}, {"accelerator": "v5p"}]),
+        ["cluster.workers.default.1.accelerator", "'v5p'", "laptop"],
+    ),
+    "no alternatives": (put("cluster/workers/default", []), ["cluster.workers.default"]),
+    "unknown key of an alternative": (put("cluster/workers/default", [{"cpu": 2}]), ["cluster.workers.default.0.cpu", "'cpus'"]),
+    "unknown slice": (put("cluster/workers/tiny", TPU | {"topology": "v5p-15"}), ["cluster.workers.tiny.topology", "'v5p-15'", "v5p-16"]),
+    "slice of processors": (
+        put("cluster/workers/tiny", {"accelerator": "laptop", "topology": "2x2"}),
+        ["cluster.workers.tiny.topology", "'2x2'", "TPU"],
+    ),
+    "slice of another size": (
+        both(put("accelerators/v5p", V5P), put("cluster/workers/tiny", TPU | {"topology": "2x2x2", "count": 4})),
+        ["cluster.workers.tiny.count", "4", "8 chips"],
+    ),
+    "uneven fsdp": (
+        both(put("accelerators/v5p", V5P), put("cluster/workers/tiny", TPU | {"topology": "2x2x2", "fsdp": 3})),
+        ["cluster.workers.tiny.fsdp", "3", "8 chips"],
+    ),
+    "growth without number": (put("cluster/grows", [{"cpus": 8}]), ["cluster.grows.0.nodes", "missing"]),
+    "growth of nothing known": (
+        put("cluster/grows", [{"nodes": 2, "cpus": 8, "accelerator": "b200"}]),
+        ["cluster.grows.0.accelerator", "'b200'"],
+    ),
+    "image and upload": (both(put("cluster/image", "strata:1"), put("cluster/code", "upload")), ["cluster.image", "cluster.code"]),
     "utilization beyond 1": (put("accelerators/laptop/utilization", 30), ["accelerators.laptop.utilization", "30"]),
     "infinite cost": (put("accelerators/laptop/flops", float("inf")), ["accelerators.laptop.flops", "finite"]),
     "outputs": (put("outputs", "links"), ["outputs", "'links'", "pointers"]),

@@ -64,7 +64,7 @@ def test_gpus_divide_the_batch(count, said):
     from pipelines.reading import load
 
     params = load(Path(__file__).parents[2])
-    worker = params.cluster.workers["1b"].model_copy(update={"count": count})
+    worker = params.worker("1b").model_copy(update={"count": count})
     params = params.model_copy(update={"cluster": params.cluster.model_copy(update={"workers": {"1b": worker}})})
     found = check._workers(params)
     assert bool(found) is said and all("cluster.workers.1b.count: 3 do not divide training.batch" in text for text in found)
