@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import kernels
@@ -73,12 +75,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, 
     if any(isinstance(x, FakeTensor) for x in tensors):
         return
     where = tensors[0].device
+    choose_assembler()
     options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages}
     if where.type == "cuda" and where.index != torch.cuda.current_device():
         with torch.cuda.device(where):
             kernel[grid](*arguments, **options)
     else:
         kernel[grid](*arguments, **options)
+
+
+@functools.cache
+def choose_assembler() -> str | None:
+    """Have Triton use the newer of the two ptxas that it carries, unless TRITON_PTXAS_PATH names one; its path.
+
+    For all before Blackwell Triton takes its ptxas of CUDA 12.8, which at times leaves out a write to a uniform register: the descriptor of
+    a wgmma is then garbage, and the kernel ends in an illegal read, or does not. Seen on an H200 in five kernels, with neither 12.9 nor 13.0.
+    """
+    import triton
+
+    newer = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    if newer.exists():
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(newer))
+    return os.environ.get("TRITON_PTXAS_PATH")
 
 
 @contextmanager

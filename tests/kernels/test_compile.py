@@ -62,6 +62,7 @@ def source(seen: launch.Launch) -> ASTSource:
 
 def resources(seen: launch.Launch, folder: Path) -> dict[str, int]:
     """registers a thread, stack bytes a thread (spills), shared bytes a block"""
+    launch.choose_assembler()
     compiled = triton.compile(source(seen), target=HOPPER, options={"num_warps": seen.warps, "num_stages": seen.stages})
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
