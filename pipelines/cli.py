@@ -107,6 +107,7 @@ def run(
 def plan(
     study: StudyArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same for machines")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="ask a store in a bucket; else what this machine knows of it")] = False,
 ) -> None:
     """What a study takes, cell by cell, and what will run and why; nothing is run."""
     from pipelines import plan as planning
@@ -116,7 +117,9 @@ def plan(
 
     folder = study_folder(study)
     params = load(folder)
-    made = planning.plan(params, running.store_of(context(params), folder), folder)
+    store = running.store_of(context(params), folder)
+    store.offline = not refresh
+    made = planning.plan(params, store, folder)
     if as_json:
         print(json.dumps(made.to_json(), indent=1))
     else:
@@ -185,6 +188,68 @@ def forget(
 
     folder = study_folder(study)
     for line in remove(folder, names):
+        print(line)
+
+
+@app.command()
+def fetch(
+    names: Annotated[list[str] | None, typer.Argument(help="cells, sources, stages, or the beginnings of keys; all if not given")] = None,
+    study: Annotated[str | None, typer.Option(help="the study; this folder if not given")] = None,
+    out: Annotated[Path | None, typer.Option(help="link or copy the files to OUT/STAGE/CELL")] = None,
+) -> None:
+    """Bring artifacts' files from the store to this machine, each checked against its digest."""
+    from pipelines import upkeep
+
+    for line in upkeep.fetch(study_folder(study), names or [], out):
+        print(line)
+
+
+@app.command()
+def verify(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="cells, sources, stages, or the beginnings of keys; all of the store if not given")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="the study; this folder if not given")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="look at files' sizes only")] = False,
+) -> None:
+    """Read the store's artifacts through and name what is damaged; exit code 1 where something is."""
+    from pipelines import upkeep
+
+    _, specs, store = upkeep.open_study(study_folder(study))
+    keys = [specs[one].key for one in upkeep.chosen(specs, names)] if names else store.keys()
+    if upkeep.show_verified(store, [key for key in keys if store.published(key)], content=not quick):
+        sys.exit(FAILURE)
+
+
+@app.command()
+def gc(
+    study: StudyArgument = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    unwanted: Annotated[bool, typer.Option("--unwanted", help="artifacts, too, that no study of this repository wants now")] = False,
+    older: Annotated[float, typer.Option(help="with --unwanted: days that they must have been there")] = 30.0,
+    cache: Annotated[bool, typer.Option("--cache", help="instead, what this machine has of a store in a bucket")] = False,
+) -> None:
+    """Clear the store of what killed processes left and of what nothing names."""
+    from pipelines import upkeep
+
+    folder = study_folder(study)
+    _, _, store = upkeep.open_study(folder)
+    if cache:
+        gone = upkeep.clear_cache(store, dry_run=dry_run)
+    else:
+        strangers = set(store.keys()) - upkeep.wanted_by(repository(folder), store) if unwanted else set()
+        gone = upkeep.gc(store, dry_run=dry_run, unwanted=strangers, older=older)
+    for item in gone:
+        print(item.what)
+    print(f"{'Would free' if dry_run else 'Freed'} {upkeep.total(gone)} at {store.where}.")
+
+
+@app.command()
+def relock(study: StudyArgument = None) -> None:
+    """Make a study's dvc.lock anew from the store, training nothing: for one that is lost, damaged or in conflict."""
+    from pipelines.relock import relock as make
+
+    for line in make(study_folder(study)):
         print(line)
 
 

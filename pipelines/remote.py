@@ -78,6 +78,7 @@ class RemoteStore(Store):
         self._units: tuple[float, set[str]] | None = None
         self._attempts_seen: dict[str, dict[int, dict[str, Entry]]] | None = None
         self._clock: tuple[float, float] | None = None
+        self._tokens: dict[str, dict[str, Any]] = {}  # the records of what is published, as far as they were read
 
     @cached_property
     def bucket(self) -> objects.Bucket:
@@ -103,7 +104,16 @@ class RemoteStore(Store):
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Inside, two listings, taken now, serve for all questions about what is published and what is being made."""
+        """Inside, two listings, taken now, serve for all questions about what is published and what is being made; offline, the last ones do."""
+        last = self.root / "listing.json"
+        if self.offline:
+            known = (_json(_bytes(last)) or {}).get("published", {})
+            self._published, self._attempts_seen = (0.0, {key: Entry(0, 0.0, None) for key in known}), {}
+            try:
+                yield
+            finally:
+                self._published = self._attempts_seen = None
+            return
         self._published = None
         self._listing(0.0)
         seen: dict[str, dict[int, dict[str, Entry]]] = {}
@@ -115,6 +125,8 @@ class RemoteStore(Store):
             yield
         finally:
             self._attempts_seen = None
+            tokens = {key: token for key in self._listing(LOOK_SECONDS) if (token := self._tokens.get(key))}
+            objects.write(last, json.dumps({"published": tokens}).encode())
 
     def spec(self, key: str) -> str | None:
         text = self.bucket.read(f"specs/{key}")
@@ -130,7 +142,7 @@ class RemoteStore(Store):
         """
         if self._attempts_seen is not None and not self.published(key):
             return None
-        record = _json(self.bucket.read(f"published/{key}"))
+        record = self._record(key)
         if record is None:
             return None
         try:
@@ -143,6 +155,14 @@ class RemoteStore(Store):
                 f"The store's artifact {key[:12]} is damaged: {error} `strata forget {key[:12]}` has it made again."
             ) from error
         return folder
+
+    def _record(self, key: str) -> dict[str, Any] | None:
+        if self.offline:
+            return (_json(_bytes(self.root / "listing.json")) or {}).get("published", {}).get(key)
+        record = _json(self.bucket.read(f"published/{key}"))
+        if record and "token" in record:
+            self._tokens[key] = record
+        return record
 
     def files(self, key: str) -> Files:
         """The manifest of a published artifact. ValueError where it is damaged."""

@@ -166,6 +166,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.where = str(self.root)
+        self.offline = False  # of a store in a bucket: answer from what this machine knows
 
     @property
     def objects(self) -> objects.Objects:
