@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -25,10 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.head import locked
+from stages.artifact import write_atomically
+from stages.spec import Spec
 
 POINTS = 200  # of a curve: the dense series stays in Parquet
 PARAMETER_LENGTH = 500
 SERVER_SECONDS = 3.0  # for a server to show that it is there
+BUSY_SECONDS = 10.0  # for one that is there to find the time
+OWED = Path(".strata") / "owed"
 DIGEST_LENGTH = 36  # what MLflow keeps of a dataset's digest
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}
 SETTINGS = {
@@ -37,7 +42,7 @@ SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 NOT_CURVES = ("step", "tokens", "seconds", "devices", "event")
 STATUSES = {"succeeded": "FINISHED", "present": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "lost": "FAILED"}
@@ -52,7 +57,38 @@ def remember(stage: str, cell: str, spec: Any, context: dict[str, Any], made: Pa
     """Log what the stage `spec` of a cell has made in the folder `made`. context: what `resolve` wrote of the place.
 
     status: FINISHED, FAILED or KILLED (train: then what its history holds so far). Returns whether MLflow took it; never raises for MLflow.
+    What it does not take, because a server is away or has too much to do, is owed, and told after the next that it takes: DVC runs no stage
+    again for it.
     """
+    owed = root / OWED / context["study"]
+    mine = owed / f"{stage}@{cell}.json"
+    if not _tell(stage, cell, spec, context, made, root, status):
+        with contextlib.suppress(OSError):
+            record = {"stage": stage, "cell": cell, "spec": spec.model_dump(), "made": str(made), "status": status}
+            write_atomically(mine, json.dumps(record))
+        return False
+    mine.unlink(missing_ok=True)
+    if owed.is_dir():
+        with locked(root / ".strata" / "owed.lock"):
+            _pay(owed, context, root)
+    return True
+
+
+def _pay(owed: Path, context: dict[str, Any], root: Path) -> None:
+    """Tell what is owed, as far as it is taken."""
+    for path in sorted(owed.glob("*.json")):
+        record = _json(path)
+        try:
+            made, given = Path(record["made"]), (record["stage"], record["cell"], Spec.model_validate(record["spec"]))
+            there = made.is_dir() and not _tell(*given, context, made, root, record["status"])
+        except (KeyError, TypeError, ValueError):
+            there = False  # damaged
+        if there:
+            return
+        path.unlink(missing_ok=True)
+
+
+def _tell(stage: str, cell: str, spec: Any, context: dict[str, Any], made: Path, root: Path, status: str) -> bool:
     tracker = Tracker(root, context["study"], context.get("tracking"))
     provenance = _json(made / "provenance.json")
     match stage:
@@ -191,11 +227,13 @@ class Tracker:
         os.replace(partial, path)
 
     def _answers(self) -> None:
-        """Raise OSError soon where a server is away, instead of after MLflow's own patience."""
+        """Raise OSError soon where a server is away, instead of after MLflow's own patience. One that only has much to do is waited for."""
         if not self.uri.startswith(("http://", "https://")):
             return
+        place = urllib.parse.urlsplit(self.uri)
+        socket.create_connection((place.hostname, place.port or {"http": 80, "https": 443}[place.scheme]), timeout=SERVER_SECONDS).close()
         try:
-            urllib.request.urlopen(_without_password(self.uri).rstrip("/") + "/health", timeout=SERVER_SECONDS).close()
+            urllib.request.urlopen(_without_password(self.uri).rstrip("/") + "/health", timeout=BUSY_SECONDS).close()
         except urllib.error.HTTPError:
             pass  # somebody answers, whatever he says
 
@@ -217,7 +255,7 @@ class Tracker:
 
     def _warn(self, what: str, error: Exception) -> None:
         reason = " ".join(str(error).split())[:200]
-        print(f"Warning: MLflow at {clean(_without_password(self.uri))} did not take {what} ({clean(reason)}); the results stand, and running the stage again logs it.", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"Warning: MLflow at {clean(_without_password(self.uri))} did not take {what} ({clean(reason)}); the results stand, and it is logged after the next that MLflow takes.", file=sys.stderr, flush=True)  # fmt: skip
 
 
 class _Run:

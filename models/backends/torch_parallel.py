@@ -120,14 +120,25 @@ class Gradients:
         said = None
         try:
             with self.loss.no_sync():
-                self.loss(model, *part)[0].backward()
+                self._forget(model, part)
         except torch.OutOfMemoryError as error:
             said = str(error)
-        for value in self.loss.parameters():
-            value.grad = None
         if not self.team.all(said is None):
             raise torch.OutOfMemoryError(said or "Another process of the team ran out of memory.")
+        if not self.fitting:
+            # After its first exchange DistributedDataParallel lays its buckets out anew, and where a gradient lies in them is the order in which it is
+            # summed. Two exchanges without effect, and the first step of a run that goes on sums as the same step of one that was never interrupted.
+            self._forget(model, part)
+            self._forget(model, part)
         self.fitting.add(shape)
+
+    def _forget(self, model: Any, part: tuple[torch.Tensor | None, ...]) -> None:
+        """Compute gradients and drop them."""
+        try:
+            self.loss(model, *part)[0].backward()
+        finally:
+            for value in self.loss.parameters():
+                value.grad = None
 
 
 def _part(batch: tuple[torch.Tensor | None, ...], part: slice) -> tuple[torch.Tensor | None, ...]:
