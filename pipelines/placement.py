@@ -7,6 +7,7 @@ cluster, grown as far as it may, could ever give it; where there is no such plac
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # Ray's labels of a node.
 TYPE, TOPOLOGY, POD, SLICE = "ray.io/accelerator-type", "ray.io/tpu-topology", "ray.io/tpu-pod-type", "ray.io/tpu-slice-name"
+START_SECONDS = 20.0
 KINDS = {"CPU": "processors", "GPU": "GPUs", "TPU": "TPU chips"}
 
 
@@ -175,13 +177,19 @@ def later(grows: Iterable[dict[str, Any]]) -> list[Offer]:
 
 
 def nodes_at(address: Address) -> list[Offer]:
-    """The living nodes of the cluster that answers at an address, through its dashboard. ValueError where it does not tell."""
+    """The living nodes of the cluster that answers at an address, through its dashboard, which may be up before its own node is. ValueError where it
+    does not tell."""
     url = f"{address.url}/api/v0/nodes?detail=1&limit=10000"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=address.headers), timeout=20) as answer:
-            rows = json.loads(answer.read())["data"]["result"]["result"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"The Ray cluster at {address.url} does not say what nodes it has ({error}); see that its dashboard is installed: pip install 'ray[default]'."
-        ) from error
-    return [Offer(row["resources_total"], row.get("labels") or {}, row["node_id"]) for row in rows if row["state"] == "ALIVE"]
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=address.headers), timeout=20) as answer:
+                rows = json.loads(answer.read())["data"]["result"]["result"]
+            found = [Offer(row["resources_total"], row.get("labels") or {}, row["node_id"]) for row in rows if row["state"] == "ALIVE"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"The Ray cluster at {address.url} does not say what nodes it has ({error!r}); see that its dashboard is installed: pip install 'ray[default]'."
+            ) from error
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)

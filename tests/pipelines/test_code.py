@@ -13,6 +13,7 @@ import pytest
 from pipelines import environment, head, jobs
 from pipelines.code import code_for, copy
 from pipelines.head import Address
+from pipelines.placement import described, nodes_at
 from pipelines.work import Outcome, Request
 
 ROOT, PROBE = Path(__file__).parents[2], Path(__file__).with_name("probe")
@@ -107,6 +108,8 @@ def test_a_cluster_runs_the_code_that_was_sent(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     try:
         address = head.ensure(tmp_path, psutil.Process(owner.pid))
+        (node,) = nodes_at(address)
+        assert node.resources["CPU"] >= 1 and "nothing" not in described([node])
         code = code_for({"how": "upload", "python": sys.executable, "image": None}, repository, Address(address.url, token=address.token))
 
         def ask(do: str, **more) -> Outcome:
