@@ -220,8 +220,8 @@ class Driver:
             return None
         if len(possible) == 1:
             return possible[0]  # Ray queues it, and an autoscaler sees it wait
-        others = [other for other in self.work.values() if other.task is not None and other.place and not self._begun(other)]
-        unsettled = [other for other in others if time.monotonic() - other.given < SETTLE_SECONDS]
+        given = [other for other in self.work.values() if other.task is not None and time.monotonic() - other.given < SETTLE_SECONDS]
+        unsettled = [other for other in given if not self._begun(other)]
         for other in unsettled:
             free = take(other.place, free)
         place = first(possible, free)

@@ -12,7 +12,7 @@ from stages import engine, provenance
 
 DESK = ("dvc", "mlflow")  # used by who asks, and not by a worker
 FRAMEWORKS = {name for needs in engine.NEEDS.values() for name in needs} | {"triton"}
-DIFFERS = "differs from this study's desk"
+WORKER, DIFFERS = "The worker on", "differs from this study's desk"
 CODE = "STRATA_CODE"  # environment variable of a driver and its workers: the digest of the code that was uploaded for them
 
 
@@ -46,7 +46,7 @@ def difference(asked: dict[str, Any], backend: str) -> str | None:
         found.append(f"code {(mine['code'] or 'of its own')[:12]}, wanted {asked['code'][:12]}")
     if not found:
         return None
-    return f"The worker on {socket.gethostname()} {DIFFERS}: {'; '.join(found)}. Give the cluster the same environment and code (cluster.python, cluster.image, cluster.code), or work from one like its own."
+    return f"{WORKER} {socket.gethostname()} {DIFFERS}: {'; '.join(found)}. Give the cluster the same environment and code (cluster.python, cluster.image, cluster.code), or work from one like its own."
 
 
 def _public(name: str, version: str | None) -> str | None:

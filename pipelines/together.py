@@ -48,7 +48,7 @@ def execute_together(request: Request, threads: int) -> Outcome:
         return Outcome(**json.loads(store.read(given["outcome"]) or b""))
     except TrainingFailedError as error:
         if strange := next((line for line in str(error).splitlines() if environment.DIFFERS in line), None):
-            return Outcome("failed", strange.removeprefix("RuntimeError: "), "mistake")
+            return Outcome("failed", strange[strange.index(environment.WORKER) :], "mistake")
         raise TeamLost(str(error).strip().splitlines()[-1]) from error
     finally:
         _remove(store, place)

@@ -68,3 +68,22 @@ def test_gpus_divide_the_batch(count, said):
     params = params.model_copy(update={"cluster": params.cluster.model_copy(update={"workers": {"1b": worker}})})
     found = check._workers(params)
     assert bool(found) is said and all("cluster.workers.1b.count: 3 do not divide training.batch" in text for text in found)
+
+
+def test_a_process_with_another_environment_is_a_mistake_and_not_a_loss(tmp_path, monkeypatch):
+    from ray.train import TrainingFailedError
+
+    from pipelines import together
+
+    wanted = Request("train", "cell", train_spec().model_dump(), {}, str(tmp_path), "study", processes=2)
+    wanted.environment = {"libraries": {"numpy": "1.0"}}
+    with pytest.raises(RuntimeError, match="numpy .*, wanted 1.0") as caught:
+        together._work({"request": asdict(wanted), "threads": 1})
+
+    class Trainer:
+        def fit(self):
+            raise TrainingFailedError(f"[Rank 1]\nRuntimeError: {caught.value}")
+
+    monkeypatch.setattr(together, "_trainer", lambda *_: Trainer())
+    outcome = together.execute_together(wanted, 1)
+    assert (outcome.status, outcome.kind, outcome.error) == ("failed", "mistake", str(caught.value))
