@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import environment, slices, workspace
 from pipelines.objects import is_url
-from pipelines.placement import Place
+from pipelines.placement import Offer, Place, first
 from pipelines.store import Store, open_store
 from pipelines.work import Outcome, Request, execute
 from stages import artifact
@@ -212,10 +212,13 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
     rest = ahead.unmade(context, store) if ahead.whole_study() else [(wanted.stage, wanted.cell)]
     approval.require(context, store, rest)
     with Progress(f"{wanted.stage} {wanted.cell}") as progress:
+        if not ray:
+            wanted = wanted.at(_here(wanted))
         if not ray and wanted.processes > 1:
+            by_hand = f"torchrun --nproc-per-node {wanted.processes} -m stages.train specs/train/{wanted.cell}.json OUT"
             raise ValueError(
-                f"{wanted.cell} trains on {wanted.processes} GPUs, by processes that Ray starts: leave --no-ray out, or use "
-                f"`torchrun --nproc-per-node {wanted.processes} -m stages.train specs/train/{wanted.cell}.json OUT`."
+                f"{wanted.cell} trains by {wanted.processes} processes, which Ray starts: leave --no-ray out, or "
+                + (f"use `{by_hand}`." if wanted.device == "cuda" else "see docs/clusters.md for how to start one on each host.")
             )
         if not ray:
             with _signals() as stopping:
@@ -244,6 +247,15 @@ def _execute_here(wanted: Request, progress: Progress, stopping: list[int]) -> O
             progress.say(f"{wanted.stage} {wanted.cell} waits: {outcome.error}")
             said = True
         time.sleep(BUSY_SECONDS)
+
+
+def _here(wanted: Request) -> Place:
+    """The first of its places whose chips this machine has, whatever they are called; else the preferred, whose stage says what is missing."""
+    from pipelines.nodes import accelerators
+
+    this = Offer({"CPU": 1e9} | {kind.upper(): float(number) for kind, number in accelerators().items()})
+    places = [replace(place, type=None, topology=None) for place in wanted.choices]
+    return first(places, [this]) or places[0]
 
 
 def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: head.Address, code: Code) -> None:
