@@ -91,6 +91,21 @@ def test_a_refusal_names_what_was_asked_what_is_missing_and_what_there_is():
     assert "none of these nodes has 8 processors, at most 4" in refusal("x", [CPU], [Offer({"CPU": 4})])
 
 
+@pytest.mark.parametrize(("here", "taken"), [({"gpu": 8}, EIGHT), ({"tpu": 4}, ONE), ({}, EIGHT), ({"gpu": 1}, EIGHT)])
+def test_without_ray_a_request_goes_to_what_this_machine_has(monkeypatch, here, taken):
+    """By number, not by name; what is not there at all is the preferred one's to miss."""
+    from dataclasses import asdict
+
+    from pipelines import nodes, run
+    from pipelines.work import Request
+
+    monkeypatch.setattr(nodes, "accelerators", lambda: here)
+    wanted = Request("evaluate", "cell", {}, {}, "store", "study", places=[asdict(EIGHT), asdict(ONE)])
+    found = wanted.at(run._here(wanted))
+    assert (found.settings["provenance"]["place"], found.settings["backend"], found.device) == (taken.name, taken.backend, taken.device)
+    assert found.type is None
+
+
 def test_an_autoscaling_cluster_says_what_it_may_become():
     grows = [
         {"nodes": 3, "cpus": 64, "accelerator": "h100", "count": 8, "topology": None, **H100},
