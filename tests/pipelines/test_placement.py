@@ -138,3 +138,33 @@ def test_slices_are_shaped_and_named_as_rays():
     assert slices.ray_type("h100", "gpu") == ray_names.NVIDIA_H100
     with pytest.raises(ValueError, match="'v5p-15' is no TPU slice; .* as v5p-16"):
         slices.topology("v5p-15")
+
+
+def test_what_params_say_reaches_placement(tmp_path):
+    """Workers and growth of params.yaml, as resolve writes them down for the driver; none of it is in a spec."""
+    from pathlib import Path
+
+    from pipelines.cells import specs, version_table
+    from pipelines.reading import parse, read
+    from pipelines.resolve import context
+
+    nano = read(Path(__file__).parents[2] / "pipelines" / "nano")
+    chips = {
+        "h100": {"kind": "gpu", "flops": 1e15, "memory": 80, "cost": 2, "utilization": 0.4},
+        "v6e": {"kind": "tpu", "flops": 9e14, "memory": 32, "cost": 2, "utilization": 0.4},
+        "card": {"kind": "gpu", "flops": 1e14, "memory": 24, "cost": 1, "utilization": 0.4, "type": "any"},
+    }
+    workers = [
+        {"accelerator": "h100", "count": 2},
+        {"cpus": 4, "accelerator": "v6e", "topology": "v6e-16", "fsdp": 4},
+        {"accelerator": "card"},
+    ]
+    grows = [{"nodes": 2, "cpus": 4, "accelerator": "v6e", "topology": "4x4"}]
+    params = parse(nano | {"accelerators": chips, "cluster": {"workers": {"tiny": workers}, "grows": grows}})
+    assert specs(params, version_table()) == specs(parse(nano), version_table())
+    given = context(params)
+    two, slice, card = (place("train", worker) for worker in given["workers"]["mesa-tiny-1m"])
+    assert (two.type, two.processes, two.name) == ("H100", 2, "2 x h100") and card.type is None
+    assert (slice.type, slice.topology, slice.processes, slice.each, slice.fsdp) == ("TPU-V6E", "4x4", 4, {"CPU": 4, "TPU": 4}, 4)
+    assert first([two, slice], later(given["grows"])) is slice and fits(card, [gpus(1, "A100")])
+    assert place("pack", given["workers"]["default"][0]).each == {"CPU": 2}
