@@ -21,6 +21,7 @@ class Analysis(Strict):
 
     title: the report's heading.
     baseline: the model that the others are compared with, at the same scale and budget; null compares with none.
+    same_scale: scale -> the one that it counts as, where models of one size differ in depth and so need entries of their own.
     headline: the text set by which the report's summary ranks models; where it was not evaluated, the mean over sets.
     smoothing: a loss curve's value is the mean over this fraction of the run before it; the final loss likewise.
     points: how many points of a loss curve are kept.
@@ -35,6 +36,7 @@ class Analysis(Strict):
 
     title: str = "Results"
     baseline: str | None = "transformer"
+    same_scale: dict[str, str] = {}
     headline: str = "validation"
     smoothing: float = Field(default=0.02, gt=0, le=1)
     points: int = Field(default=400, ge=2)
@@ -81,7 +83,17 @@ class Parameters(Analysis):
         names = [cell.cell for cell in self.cells]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"Cell {twice[0]!r} is listed twice.")
+        places: dict[tuple[str, str, str], str] = {}
+        for cell in self.cells:
+            other = places.setdefault((cell.model, self.same_scale.get(cell.scale, cell.scale), cell.budget), cell.cell)
+            if other != cell.cell:
+                raise ValueError(f"same_scale makes one of {other!r} and {cell.cell!r}; it joins scales that no model has both of.")
         return self
+
+    def compared_as(self, cell: Cell) -> Cell:
+        """The cell under the scale that it counts as; where it has no CG to sweep over, it is no sweep's but a reference."""
+        group = "references" if cell.group == "sweep" and cell.steps is None else cell.group
+        return cell.model_copy(update={"scale": self.same_scale.get(cell.scale, cell.scale), "group": group})
 
 
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:

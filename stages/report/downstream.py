@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -113,6 +114,40 @@ def split(study: Study, made: list[Row]) -> Iterator[Row]:
             })  # fmt: skip
     everywhere = {task: all(row["group"] == "global" for row in rows) for (task,), rows in _by(found, "task").items()}
     yield from (row | {"study": "global" if everywhere[row["task"]] else "local"} for row in found)
+
+
+NEEDLES = "niah"  # what the names of needles' groups begin with
+BANDS = 10  # of depth
+ONE_NEEDLE = re.compile(r"-depth-(\d+)$")  # the end of an item's id (stages/tasks/needles.py)
+
+
+def needles(study: Study) -> Iterator[Row]:
+    """A row per cell, haystack, length and band of depth, over the items of one needle of all tasks of a group, without examples and as trained.
+
+    haystack, length: the group's name behind NEEDLES, and the number that it ends with (niah-noise-2048; null where there is none). depth: the band's middle
+    in per cent, 0 being the start. types: tasks, of types of key and value. score: per cent found.
+    """
+    for run in study.compared:
+        groups: dict[tuple[str, int | None], list[str]] = {}
+        for row in run.scores:
+            if (row["group"] or "").startswith(NEEDLES) and row["setting"] == TRAINED and not row["shots"] and not row["draw"]:
+                groups.setdefault(haystack(row["group"]), []).append(row["task"])
+        for (hay, length), tasks in groups.items():
+            found: dict[int, list[float]] = {}
+            asked = [item for task in tasks for item in run.items(task)]
+            for item in asked:
+                if depth := ONE_NEEDLE.search(item["item"]):
+                    found.setdefault(min(int(depth[1]) * BANDS // 100, BANDS - 1), []).append(item["score"])
+            for band, scores in sorted(found.items()):
+                own = {"haystack": hay, "length": length, "depth": round((band + 0.5) * 100 / BANDS), "types": len(tasks)}
+                yield run.names | own | {"items": len(scores), "score": 100 * float(np.mean(scores))}
+
+
+def haystack(group: str) -> tuple[str, int | None]:
+    """("noise", 2048) of niah-noise-2048."""
+    name = group.removeprefix(NEEDLES).strip("-_")
+    end = re.search(r"[-_]?(\d+)$", name)
+    return (name[: end.start()], int(end[1])) if end else (name, None)
 
 
 def _attention(study: Study, where: tuple[str, str], window: int | None) -> Run | None:

@@ -19,12 +19,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from stages.evaluation.parameters import TRAINED
 from stages.report import scaling, style
+from stages.report.maps import MAPS
 from stages.report.study import Study
-from stages.report.style import FAINT, GRID, INK, RAMP, Style
+from stages.report.style import FAINT, GRID, INK, RAMP, WIDTH, Style
 
 Row = dict[str, Any]
 
-WIDTH = 7.2  # inches; the page shows a figure at its full text width
 COLUMNS = 3
 DPI = 200
 
@@ -58,7 +58,8 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         extrapolation,
         cg_inference,
         cg_training,
-        inside,
+        training_inside,
+        *MAPS,
         scale,
     )
     found = {}
@@ -66,7 +67,7 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         for make in makers:
             for name, figure, caption in make(study, tables, look):
                 svg = _svg(figure)
-                found[name] = Drawing(_png(figure), _fixed(svg) if make is inside else svg, caption)
+                found[name] = Drawing(_png(figure), _fixed(svg) if make in MAPS else svg, caption)
     return found
 
 
@@ -409,67 +410,50 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
         )
 
 
-SHADES = 32  # of a map's colours
-
-
-INSIDE = {  # column -> title, colours, whether they are logarithmic
-    "gamma": ("forget gate γ", "cividis", False), "beta": ("write gate β", "cividis", False), "lambda_mean": ("Λ, mean", "cividis", False),
-    "condition": ("condition of H + Λ", "magma_r", True), "steps": ("CG steps to 10⁻³", "magma_r", False), "cosine": ("cosine to no solve", "cividis", False),
+RECORDED = {  # what layers record of each training step -> title of its panel, whether its axis is logarithmic
+    "log_window": ("memory window, log N", False), "importance_ratio": ("importance ratio r", True), "cg_steps": ("CG steps taken", False),
+    "cg_residual": ("CG’s true residual", True), "gamma": ("forget gate γ", False), "beta": ("write gate β", False), "lambda": ("Λ", False),
 }  # fmt: skip
 
 
-def inside(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
-    """What a cell's Mesa heads do: maps over blocks and heads, those of a block that forget most first. A figure a cell."""
-    for run in study.compared:
-        rows = _of(tables["internals"], cell=run.cell.cell)
-        if not rows:
+def training_inside(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
+    """What layers record of each training step, over tokens: a figure per scale and budget, a panel a quantity."""
+    rows = tables["training_inside"]
+    for place in study.places:
+        cells = _lines(study, place)
+        those = [row for row in rows if (row["scale"], row["budget"]) == place and any(cell.cell == row["cell"] for cell in cells)]
+        names = [name for name in RECORDED if any(row["name"] == name for row in those)]
+        if not names:
             continue
-        blocks, lasts = (sorted({row[name] for row in rows}) for name in ("block", "position"))
-        maps: dict[str, list[list[float]]] = {name: [] for name in INSIDE}
-        for block in blocks:
-            own = {
-                head: [row for row in rows if (row["block"], row["head"]) == (block, head)]
-                for head in {row["head"] for row in rows if row["block"] == block}
-            }
-            mean = {head: {name: _over_bins(those, name) for name in INSIDE} for head, those in own.items()}
-            order = sorted(own, key=lambda head, mean=mean: (mean[head]["gamma"], head))
-            for name in INSIDE:
-                maps[name].append([mean[head][name] for head in order])
-        figure = Figure(figsize=(WIDTH, 2 * (0.75 + min(2.4, 0.16 * max(len(blocks), 6)))), layout="constrained")
-        for ax, (name, (title, colours, logarithmic)) in zip(figure.subplots(2, 3).flat, INSIDE.items(), strict=True):
-            widest = max(map(len, maps[name]))
-            values = np.array([line + [math.nan] * (widest - len(line)) for line in maps[name]])
-            ax.grid(False)
-            image = ax.pcolormesh(values, cmap=matplotlib.colormaps[colours].resampled(SHADES), norm="log" if logarithmic else None)
-            ax.invert_yaxis()
-            ax.set_title(title)
-            named = [(ax.xaxis, range(1, widest + 1)), (ax.yaxis, blocks)]
-            for axis, names in named:
-                kept = range(0, len(names), math.ceil(len(names) / 7))
-                axis.set_ticks([place + 0.5 for place in kept], [str(names[place]) for place in kept])
-            if ax.get_subplotspec().is_last_row():
-                ax.set_xlabel("head, by mean γ")
-            if ax.get_subplotspec().is_first_col():
-                ax.set_ylabel("block")
-            bar = figure.colorbar(image, ax=ax, pad=0.03, aspect=14)
-            bar.outline.set_visible(False)
-            bar.ax.yaxis.set_minor_locator(NullLocator())
-            if logarithmic:
-                bar.set_ticks(np.geomspace(np.nanmin(values), np.nanmax(values), 4))
-            else:
-                bar.ax.yaxis.set_major_locator(MaxNLocator(5))
-            bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-        name = f"{look.labels[run.cell.model]} ({style.place(*run.place)})"
-        caption = f"What the Mesa heads of {name} do on {rows[0]['sequences']} validation sequences of length {style.binary(lasts[-1])}: means over positions, the condition at the last one. Heads are ordered by their mean γ in each block."
-        yield f"internals-{run.cell.cell}", figure, caption
-
-
-def _over_bins(rows: list[Row], name: str) -> float:
-    """A head's mean over positions; its condition at the last."""
-    if name == "condition":
-        return max(rows, key=lambda row: row["position"])["condition"]
-    sizes = np.array([row["position"] - row["first"] + 1 for row in rows])
-    return float(np.average(_column(rows, name), weights=sizes))
+        shown = [cell for cell in cells if any(row["cell"] == cell.cell for row in those)]
+        figure, axes = _panels([RECORDED[name][0] for name in names], keys=len(shown))
+        ends: list[tuple[float, str, str]] = []
+        for ax, name in zip(axes, names, strict=True):
+            ends = []
+            for cell in shown:
+                if not (curve := [row for row in _of(those, name=name, cell=cell.cell) if math.isfinite(row["value"])]):
+                    continue
+                y = _column(curve, "value")
+                ax.plot(
+                    _column(curve, "tokens"),
+                    y,
+                    color=look.colours[cell.model],
+                    linestyle=look.dashes[cell.model],
+                    label=look.labels[cell.model],
+                )
+                ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
+            if RECORDED[name][1] and all(row["value"] > 0 for row in _of(those, name=name)):
+                ax.set_yscale("log")
+            ax.set_xlim(0, max(row["tokens"] for row in those))
+            ax.xaxis.set_major_locator(MaxNLocator(5))
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.tick(value)))
+            ax.set_xlabel("training tokens")
+        _finish(figure, axes, ends)
+        yield (
+            f"training_inside{_slug(place, study)}",
+            figure,
+            "What layers do inside while they are trained: means over tokens, heads and blocks, smoothed like the loss.",
+        )
 
 
 def scale(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:

@@ -11,9 +11,10 @@ import numpy as np
 
 from stages.evaluation.parameters import TRAINED
 from stages.report.paper import MEAN, MEANS, NEEDLES, Figure, Names, plain, printed, rule
-from stages.report.study import Run, Study
+from stages.report.study import Run, Study, trained_length
 
 RUN, NOT_RUN = "run", "not run"
+BY_BENCHMARKS = {"decoding": "no stage of this study measures it; `python -m benchmarks decode` does"}
 CLOSED = "closed_book"  # the group of recall sets without passages: they are no figure of the paper's
 
 
@@ -58,9 +59,10 @@ class Results:
             "niah": self._needles,
             "learning_rate": self._learning_rate,
             "task_perplexity": self._task_perplexity,
+            "throughput": self._throughput,
         } | dict.fromkeys(("tasks", "recall", "scrambling", "translation", "groups", "solver"), self._score)
         if figure["table"] not in finders:
-            return Lacking("no stage of this study measures it")
+            return Lacking(BY_BENCHMARKS.get(figure["table"], "no stage of this study measures it"))
         return finders[figure["table"]](figure, those)
 
     def _perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
@@ -101,6 +103,15 @@ class Results:
         rate = self.run.cell.learning_rate
         return Lacking("not recorded") if rate is None else Ours(rate, ["learning rate"])
 
+    def _throughput(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        """Training tokens a second on one device, whichever that was: the median over steps, of a cell trained at the figure's length as it is named."""
+        if figure["setting"]:
+            return Lacking("trained with another cap of CG steps")
+        if figure["length"] != trained_length(self.run.perplexity):
+            return Lacking("trained at another length")
+        rate = self.run.tokens_per_second
+        return Lacking("not recorded") if rate is None else Ours(rate, ["tokens a second and device"])
+
     def _task_perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
         draws = self.scores.get((plain(figure["metric"]), figure["shots"] or 0, TRAINED), [])
         values = [row["perplexity"] for row in draws if row["perplexity"] is not None]
@@ -125,7 +136,7 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
     """Every figure of the paper, in its order, where the study has a cell of the paper's at all; none otherwise.
 
     model, scale, budget: ours, the paper's where we have no such cell. name: of the set, task or group, ours where it was run. tokens, accelerator_hours:
-    that the cell's training took; of the cell, also where this figure was not run. status: "run" | "not run", note: why not.
+    that the cell's training took; of the cell, also where this figure was not run. paper: null where the paper only draws it. status: "run" | "not run", note: why not.
     """
     paper = study.parameters.paper
     if paper is None:
@@ -154,7 +165,7 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
                 "paper_std": figure["std"],
                 "ours": value.value if value else None,
                 "ours_std": value.std if value else None,
-                "difference": value.value - figure["value"] if value else None,
+                "difference": value.value - figure["value"] if value and figure["value"] is not None else None,
                 "items": value.items if value else None,
                 "tokens": found.run.cell.tokens if found else None,
                 "accelerator_hours": found.run.accelerator_hours if found else None,

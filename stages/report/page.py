@@ -207,7 +207,7 @@ class Page:
             + ([("MFU", "")] if extra else [])
             + ([("without CG", "")] if apart else [])
             + [("training time", "")]
-            + ([("accelerator-hours", "")] if spent else [])
+            + ([("device-hours", "")] if spent else [])
         )
         groups = []
         for (scale, budget), those in grouped(rows, lambda row: (row["scale"], row["budget"])):
@@ -221,13 +221,17 @@ class Page:
                 line += [f"{row['accelerator_hours']:,.3g}" if row["accelerator_hours"] is not None else "–"] if spent else []
                 lines.append((line, False))
             groups.append((escape(style.place(scale, budget)), lines))
-        note = (
-            "Medians over steps, where each cell happened to run; the steps that CG took count in the MFU, those it did not take never do."
+        note = "Medians over steps, where each cell happened to run"
+        note += "; the steps that CG took count in the MFU, those it did not take never do." if extra else "."
+        note += (
+            " Device-hours are the training time on every GPU or TPU chip, or on the host’s processors where there was neither."
+            if spent
+            else ""
         )
         return [
             heading("Throughput"),
             table(head, groups),
-            f'<p class="note">{note if extra else "Medians over steps, where each cell happened to run."}</p>',
+            f'<p class="note">{note}</p>',
         ]
 
     # --- figures --------------------------------------------------------------------------------------------------

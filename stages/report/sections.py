@@ -20,7 +20,6 @@ from stages.report.paper import MEAN
 if TYPE_CHECKING:
     from stages.report.page import Page
 
-NEEDLES = "niah"  # what the names of needles' groups begin with
 PAPERS = {"mesanet": "MesaNet’s", "palimpsa": "Palimpsa’s"}
 
 Columns = dict[str, dict[str, str]]  # title -> cell -> HTML
@@ -160,7 +159,7 @@ def _sorted(rows: list[Row]) -> list[tuple[tuple[str, int], list[Row]]]:
 
 
 def _needle(row: Row) -> bool:
-    return (row["group"] or "").startswith(NEEDLES)
+    return (row["group"] or "").startswith(tasks.NEEDLES)
 
 
 def needles(page: Page) -> list[str]:
@@ -170,13 +169,20 @@ def needles(page: Page) -> list[str]:
         return []
     columns: Columns = {}
     for (group, _), those in _sorted(rows):
-        title = group.removeprefix(NEEDLES).strip("-_").replace("-", " ") or those[0]["members"]
+        title = group.removeprefix(tasks.NEEDLES).strip("-_").replace("-", " ") or those[0]["members"]
         columns[title] = _best(page, those, lambda row: f"<small>±{row['std']:.1f}</small>" if row["std"] is not None else "", max)
     most = max(row["tasks"] for row in rows)
     said = "Per cent of hidden values that the model repeats when it is asked for them"
     said += f"; mean ± standard deviation over {most} types of key and value." if most > 1 else "."
     said += " Here no value is ever found." if not any(row["score"] for row in rows) else ""
-    return [heading("Needles in haystacks"), _note(said), *(_cells_table(page, piece) for piece in _in_pieces(columns))]
+    maps = [page.figure(name) for name in page.drawn if name == "needles" or name.startswith("needles-")]
+    tables = [_cells_table(page, piece) for piece in _in_pieces(columns)]
+    return [
+        heading("Needles in haystacks"),
+        _note(said),
+        *tables,
+        *(maps[:1] + _folded(page, "By depth: other haystacks, scales and budgets", maps[1:])),
+    ]
 
 
 def split(page: Page) -> list[str]:
@@ -300,26 +306,44 @@ def learning_rates(page: Page) -> list[str]:
     ]
 
 
+MESA = {"gamma": ("γ", ".3f"), "beta": ("β", ".3f"), "steps": ("CG steps to 10⁻³", ".1f"), "cosine": ("cosine to no solve", ".2f"), "condition": ("condition of H + Λ", ".3g")}  # fmt: skip
+PALIMPSA = {
+    "log_window": ("log N", ".2f"),
+    "beta": ("β", ".3f"),
+    "ratio": ("importance ratio r", ".3g"),
+    "importance_high": ("most important", ".3g"),
+}
+
+
 def inside(page: Page) -> list[str]:
-    """What Mesa's heads do: the costliest cell's maps, and each cell's means with the range over heads."""
-    rows = page.tables["internals"]
-    shown = [name for name in page.drawn if name.startswith("internals-")]
+    """What layers do inside: while they are trained, and the heads of trained ones."""
+    parts = [
+        *(page.figure(name) for name in page.drawn if name.startswith("training_inside")),
+        *_heads(page, "internals", "Mesa’s heads", MESA),
+        *_heads(page, "memory", "Palimpsa’s memory", PALIMPSA),
+    ]
+    return [heading("Inside the layers"), *parts] if parts else []
+
+
+def _heads(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]]) -> list[str]:
+    """The costliest cell's maps, and of each cell the range over heads."""
+    rows, shown = page.tables[name], [drawn for drawn in page.drawn if drawn.startswith(f"{name}-")]
     if not shown:
         return []
-    costliest = max(shown, key=lambda name: page.cell[name.removeprefix("internals-")]["flops"])
+    costliest = max(shown, key=lambda drawn: page.cell[drawn.removeprefix(f"{name}-")]["flops"])
     last = max(row["position"] for row in rows)
     lines = []
     for cell, those in grouped(rows, lambda row: row["cell"]):
         end = [row for row in those if row["position"] == max(row["position"] for row in those)]
-        ranges = [f"{min(row[name] for row in end):{form}} to {max(row[name] for row in end):{form}}" for name, form in INSIDE.items()]
+        ranges = []
+        for column, (_, form) in columns.items():
+            values = [row[column] for row in end if row[column] is not None]
+            ranges.append(f"{min(values):{form}} to {max(values):{form}}" if values else "–")
         lines.append(([escape(cell), *ranges], page.cell[cell]["group"] == "sweep"))
-    head = [("cell", "left"), *((title, "") for title in ("γ", "β", "CG steps to 10⁻³", "cosine to no solve", "condition of H + Λ"))]
-    said = f"The least and the greatest of all heads, over the last positions of the sequences (up to {style.binary(last)}); every bin of positions is in <code>tables/internals.parquet</code>."
-    parts = [heading("Inside Mesa’s heads"), page.figure(costliest), _note(said), table(head, [("", lines)])]
-    return parts + ([_note("The same figure of the other cells is in <code>figures/internals-*.png</code>.")] if len(shown) > 1 else [])
-
-
-INSIDE = {"gamma": ".3f", "beta": ".3f", "steps": ".1f", "cosine": ".2f", "condition": ".3g"}
+    head = [("cell", "left"), *((said, "") for said, _ in columns.values())]
+    said = f"The least and the greatest of all heads, over the last positions of the sequences (up to {style.binary(last)}); every bin of positions is in <code>tables/{name}.parquet</code>."
+    parts = [f"<h3>{title}</h3>", page.figure(costliest), _note(said), table(head, [("", lines)])]
+    return parts + ([_note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")] if len(shown) > 1 else [])
 
 
 # --- over scale -------------------------------------------------------------------------------------------------------
@@ -364,7 +388,7 @@ def _exponent(row: Row, name: str) -> str:
 KINDS = {
     "perplexity": "Perplexity", "task_perplexity": "Perplexity of a task’s targets", "tasks": "Reasoning", "groups": "Group means", "recall": "Recall",
     "scrambling": "Scrambled words", "translation": "Translation, BLEU", "niah": "Needles in haystacks", "solver": "Group means by the solver’s setting",
-    "learning_rate": "Peak learning rate",
+    "learning_rate": "Peak learning rate", "throughput": "Training tokens a second on a device, which the paper only draws",
 }  # fmt: skip
 
 
@@ -382,7 +406,7 @@ def beside_the_paper(page: Page) -> list[str]:
     tokens = math.fsum({row["cell"]: row["tokens"] for row in rows if row["cell"]}.values())
     said = f"Of the {len(rows):,} figures of {PAPERS[paper]} that are on record, {len(ours):,} {'was' if len(ours) == 1 else 'were'} run here, by {number(len(spent), 'cell')} trained on {style.count(tokens)} tokens"
     known = [hours for hours in spent.values() if hours is not None]
-    said += f" in {math.fsum(known):,.3g} accelerator-hours" if known else ""
+    said += f" in {math.fsum(known):,.3g} device-hours" if known else ""
     said += f" (of {number(len(known), 'cell')} whose history counts devices)" if known and len(known) < len(spent) else ""
     parts = [title, _note(f"{said}. Ours and, smaller, ours minus the paper’s.")]
     for (kind, length, setting), those in grouped(
@@ -408,6 +432,8 @@ def _beside(row: Row) -> str:
     if row["table"] == "learning_rate":
         difference = "0" if abs(row["difference"]) < 1e-12 else f"{row['difference']:+.1g}".replace("-", "−")
         return f"{row['ours']:g}<small>{difference}</small>"
+    if row["paper"] is None:
+        return f"{row['ours']:,.0f}"
     show = style.perplexity if "perplexity" in row["table"] else "{:.1f}".format
     return f"{show(row['ours'])}<small>{style.signed(row['difference'], 2 if 'perplexity' in row['table'] else 1)}</small>"
 

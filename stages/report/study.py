@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's results. history: column -> values, a step each. perplexity, domains, scores, internals: the rows of its evaluation's tables."""
+    """One cell's results. history: column -> values, a step each. perplexity, domains, scores, internals, memory: the rows of its evaluation's tables."""
 
     cell: Cell
     history: dict[str, np.ndarray]
@@ -28,6 +28,7 @@ class Run:
     domains: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
     internals: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -48,6 +49,14 @@ class Run:
         spent = seconds * devices.astype(np.float64)
         return None if np.isnan(spent[np.isfinite(seconds)]).any() else float(np.nansum(spent)) / 3600
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of training, on each device: the median over steps. None where the history does not say, or not of how many devices."""
+        if (devices := self.history.get("devices")) is None:
+            return None
+        rates = self.history["tokens_per_second"].astype(np.float64) / devices.astype(np.float64)
+        return float(np.median(rates[np.isfinite(rates)])) if np.isfinite(rates).any() else None
+
     def has(self, text: str, length: int, setting: str) -> bool:
         return any((row["set"], row["length"], row["setting"]) == (text, length, setting) for row in self.perplexity)
 
@@ -64,14 +73,25 @@ class Run:
         table = schemas.read(self._unit(text, length, setting) / "positions.parquet", "positions").sort_by("position")
         return table["nll_sum"].to_numpy(), table["count"].to_numpy()
 
+    def items(self, task: str, shots: int = 0) -> list[dict[str, Any]]:
+        """The item and the score of every item of a task, as trained."""
+        return schemas.read(self.folder / f"{task}@{shots}" / "tasks.parquet", "tasks").select(["item", "score"]).to_pylist()
+
     def _unit(self, text: str, length: int, setting: str) -> Path:
         return self.folder / (f"{text}-{length}-{setting}" if setting else f"{text}-{length}")
 
 
 def _rows_of(evaluation: Path, name: str) -> list[dict[str, Any]]:
     """A table that an evaluation has where there is something in it."""
-    file = f"internals/{name}.parquet" if name == "internals" else f"{name}.parquet"
+    file = f"internals/{name}.parquet" if name in ("internals", "memory") else f"{name}.parquet"
     return schemas.read(evaluation / file, name).to_pylist() if file in artifact.read(evaluation)["files"] else []
+
+
+def trained_length(perplexity: list[dict[str, Any]]) -> int | None:
+    """The length of training: that of the packed validation rows; the shortest evaluated where these were not."""
+    return min(
+        (row["length"] for row in perplexity if row["set"] == VALIDATION), default=min((row["length"] for row in perplexity), default=None)
+    )
 
 
 @dataclass(frozen=True)
@@ -109,11 +129,11 @@ class Study:
             columns = schemas.read(inputs[history], "history")
             runs.append(
                 Run(
-                    cell,
+                    parameters.compared_as(cell),
                     {name: columns[name].to_numpy(zero_copy_only=False) for name in columns.column_names},
                     schemas.read(inputs[evaluation] / "perplexity.parquet", "perplexity").to_pylist(),
                     inputs[evaluation],
-                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores", "internals")),
+                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores", "internals", "memory")),
                 )
             )
         return cls(parameters, spec, runs, digests)
@@ -130,9 +150,8 @@ class Study:
 
     @property
     def length(self) -> int | None:
-        """The length that the cells were trained at: that of the packed validation rows; the shortest evaluated where these were not."""
-        rows = [row for run in self.runs for row in run.perplexity]
-        return min((row["length"] for row in rows if row["set"] == VALIDATION), default=min((row["length"] for row in rows), default=None))
+        """The length that the cells were trained at."""
+        return trained_length([row for run in self.runs for row in run.perplexity])
 
     def evaluated(self, runs: list[Run]) -> list[tuple[str, int]]:
         """(set, length) that some run was evaluated on as trained, in the evaluations' order, short lengths first."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from stages.report.study import Study
 
+WIDTH = 7.2  # inches of a figure; the page shows it at its full text width
 INK, FAINT, GRID = "#24292f", "#6e7781", "#dde1e6"
 RAMP = ("#f0b429", "#e07b39", "#b83b5e", "#6a2c70", "#2b2d6b")  # an ordered quantity: light to dark, also in grey
 
@@ -27,6 +28,8 @@ MODELS: dict[str, tuple[str, str, str]] = {  # name -> label, colour, dashes
     "hawk": ("Hawk", "#882255", "--"),
     "palimpsa_d": ("Palimpsa-D", "#332288", "-"),
     "palimpsa_m": ("Palimpsa-M", "#117733", "--"),
+    "palimpsa_d-plain": ("Palimpsa-D w/o Meta", "#88ccee", "-"),
+    "palimpsa_m-plain": ("Palimpsa-M w/o Meta", "#44aa99", "--"),
 }
 SPARE = ("#332288", "#117733", "#ddaa33", "#bb5566", "#66ccee", "#775500", "#ee99aa", "#228833")
 WINDOWS = ("#9aa3ad", "#7f8994", "#b3a58a", "#94876d", "#c2b5c7")  # sliding windows: references, in quiet colours

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from stages import measures
+from stages import measures, schemas
 from stages.evaluation.parameters import TRAINED
 from stages.report import downstream, ledger, scaling
 from stages.report.study import Run, Study
@@ -281,6 +281,34 @@ def internals(study: Study) -> pa.Table:
     return _table((run.names | row for run in study.runs for row in run.internals), NAMES | kinds)
 
 
+def memory(study: Study) -> pa.Table:
+    """What Palimpsa's heads remember, by block, head and bin of positions first..position: see stages/evaluation/inside.py."""
+    kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
+    kinds |= dict.fromkeys(("log_window", "beta", "ratio", "importance_low", "importance_mean", "importance_high"), pa.float64())
+    return _table((run.names | row for run in study.runs for row in run.memory), NAMES | kinds)
+
+
+def training_inside(study: Study) -> pa.Table:
+    """What layers recorded of each training step (`name`), smoothed and thinned like the loss curves."""
+    common = {*schemas.COLUMNS["history"], "devices"}
+
+    def rows() -> Iterator[Row]:
+        for run in study.runs:
+            steps, tokens = run.history["step"], run.history["tokens"]
+            if not len(steps):
+                continue
+            kept = np.unique(np.linspace(0, len(steps) - 1, min(study.parameters.points, len(steps))).round().astype(int))
+            for name in sorted(run.history.keys() - common):
+                values = smoothed(run.history[name].astype(np.float64), _window(study, run))
+                yield from (
+                    run.names | {"name": name, "step": steps[i], "tokens": tokens[i], "value": values[i]}
+                    for i in kept
+                    if np.isfinite(values[i])
+                )
+
+    return _table(rows(), NAMES | {"name": pa.string(), "step": pa.int64(), "tokens": pa.int64(), "value": pa.float64()})
+
+
 # --- downstream -----------------------------------------------------------------------------------------------------
 
 ASKED = {"group": pa.string(), "task": pa.string(), "setting": pa.string(), "shots": pa.int64()}
@@ -300,6 +328,12 @@ def groups(study: Study) -> pa.Table:
     kinds |= dict.fromkeys(("score", "std", "chance"), pa.float64()) | {"at_chance": pa.int64()}
     asked = {name: kind for name, kind in ASKED.items() if name != "task"}
     return _table(downstream.groups(list(downstream.tasks(study))), NAMES | asked | kinds)
+
+
+def needles(study: Study) -> pa.Table:
+    """Single needles found, by where they lie in their haystack. See downstream.needles."""
+    kinds = {"haystack": pa.string()} | dict.fromkeys(("length", "depth", "types", "items"), pa.int64()) | {"score": pa.float64()}
+    return _table(downstream.needles(study), NAMES | kinds)
 
 
 def split(study: Study) -> pa.Table:
@@ -354,8 +388,11 @@ TABLES: dict[str, Callable[[Study], pa.Table]] = {
     "cg_sweep": cg_sweep,
     "cg_positions": cg_positions,
     "internals": internals,
+    "memory": memory,
+    "training_inside": training_inside,
     "tasks": tasks,
     "groups": groups,
+    "needles": needles,
     "split": split,
     "fits": fits,
     "learning_rates": learning_rates,

@@ -73,8 +73,18 @@ def write_history(path: Path, cell: dict[str, Any], *, losses: np.ndarray | None
         "step": step, "tokens": step * cell["tokens"] // steps, "loss": losses, "learning_rate": np.full(steps, 1e-3), "grad_norm": np.full(steps, 0.5),
         "seconds": BATCH * LENGTH / rate, "tokens_per_second": rate, "mfu": np.full(steps, 0.21), "mfu_without_cg": np.full(steps, 0.21 * mesa), "event": [None] * steps,
     }  # fmt: skip
-    schema = schemas.schema("history", extra=["devices"] if devices else [])
-    columns |= {"devices": np.full(steps, float(devices))} if devices else {}
+    extra = {"devices": np.full(steps, float(devices))} if devices else {}
+    if "palimpsa" in cell["model"]:
+        extra |= {"log_window": 3 + np.log1p(step / 40)}
+        extra |= {} if "plain" in cell["model"] else {"importance_ratio": 0.5 + step**0.7}
+    if "mesa" in cell["model"]:
+        extra |= {
+            "cg_steps": 8 + 3 * (1 - np.exp(-step / 90)),
+            "gamma": 0.5 + 0.3 * (1 - np.exp(-step / 60)),
+            "cg_residual": 1e-4 * np.ones(steps),
+        }
+    schema = schemas.schema("history", extra=extra)
+    columns |= dict(sorted(extra.items()))
     table = pa.table({name: pa.array(values) for name, values in columns.items()}).cast(schema)
     schemas.write(path, table, name="history", key=key("train", cell["cell"]))
 
@@ -121,7 +131,7 @@ def score(task: str, value: float, group: str | None = None, **more: Any) -> dic
 
 def write_evaluation(
     out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int, str], list[np.ndarray]], *, scores: list[dict[str, Any]] | None = None,
-    domains: list[dict[str, Any]] | None = None, internals: list[dict[str, Any]] | None = None,
+    domains: list[dict[str, Any]] | None = None, internals: list[dict[str, Any]] | None = None, memory: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """An evaluation's folder: a unit a (set, length, setting), and the collected tables."""
     made_by = key("evaluate", cell["cell"])
@@ -167,12 +177,44 @@ def write_evaluation(
         )
     schema = schemas.schema("perplexity")
     schemas.write(out / "perplexity.parquet", pa.Table.from_pylist(rows, schema), name="perplexity", key=made_by)
-    for name, more in (("scores", scores), ("domains", domains), ("internals", internals)):
+    for row in scores or []:
+        if (row["group"] or "").startswith("niah") and not row["setting"] and not row["draw"]:
+            schema = schemas.schema("tasks")
+            items = pa.Table.from_pylist([dict.fromkeys(schema.names) | one for one in made_up_needles(row)], schema)
+            schemas.write(out / f"{row['task']}@{row['shots']}" / "tasks.parquet", items, name="tasks", key=made_by)
+    for name, more in (("scores", scores), ("domains", domains), ("internals", internals), ("memory", memory)):
         if more:
-            file = out / ("internals" if name == "internals" else "") / f"{name}.parquet"
+            file = out / ("internals" if name in ("internals", "memory") else "") / f"{name}.parquet"
             schemas.write(file, pa.Table.from_pylist(more, schemas.schema(name)), name=name, key=made_by)
     files = [str(path.relative_to(out)) for path in out.rglob("*.parquet")]
     artifact.write(out, key=made_by, stage="evaluate", files=files, inputs={})
+
+
+def made_up_needles(row: dict[str, Any], items: int = 400) -> list[dict[str, Any]]:
+    """Items of one needle at 40 depths, found as often as the row's score says on the whole, and more often near the end."""
+    random, depth = seeded(row["task"], row["score"]), np.arange(items) % 40 / 39
+    wanted = np.clip(row["score"] / 100 * (0.5 + depth), 0, 1)
+    found = random.random(items) < wanted
+    return [{"item": f"{i}-depth-{100 * depth[i]:.0f}", "score": float(found[i]), "hit": bool(found[i])} for i in range(items)]
+
+
+def made_up_memory(cell: dict[str, Any], *, blocks: int = 4, heads: int = 6, length: int = LENGTH) -> list[dict[str, Any]]:
+    """Windows of 4 to 1000 tokens; importance grows within them. Without metaplasticity there are windows alone."""
+    random, rows = seeded(cell["cell"], "memory"), []
+    for block, head in np.ndindex(blocks, heads):
+        window = np.exp(random.uniform(1.4, 6.9))
+        for first, last in ((1, 1), (2, 16), (17, length)):
+            high = 1 + 0.4 * min(last, window)
+            row = {"block": block, "head": head, "first": first, "position": last, "sequences": 8, "log_window": float(np.log(window))}
+            beta = {
+                "beta": 0.3,
+                "ratio": high / 1.1 - 1,
+                "importance_low": 1.1,
+                "importance_mean": (1.1 + high) / 2,
+                "importance_high": high,
+            }
+            rows.append(dict.fromkeys(schemas.COLUMNS["memory"]) | row | ({} if "plain" in cell["model"] else beta))
+    return rows
 
 
 def made_up_internals(cell: dict[str, Any], *, blocks: int = 4, heads: int = 6, length: int = LENGTH) -> list[dict[str, Any]]:
@@ -203,13 +245,20 @@ def write_study(
             (text, length, s): made_up_nlls(one, text, length, s) for text, lengths in sets.items() for length in lengths for s in settings
         }
         inside = made_up_internals(one) if one["model"] == sweep_on else None
+        memory = made_up_memory(one) if "palimpsa" in one["model"] else None
         first = next((text, lengths[0]) for text, lengths in sets.items())
         of = [
             {"set": first[0], "source": source, "length": first[1], "setting": "", "sequences": 12, "tokens": 3000, "nll": 3.0 + i / 8, "perplexity": float(np.exp(3.0 + i / 8))}
             for i, source in enumerate(domains)
         ]  # fmt: skip
         write_evaluation(
-            root / f"evaluations/{one['cell']}", one, nlls, scores=(scores or {}).get(one["model"]), domains=of, internals=inside
+            root / f"evaluations/{one['cell']}",
+            one,
+            nlls,
+            scores=(scores or {}).get(one["model"]),
+            domains=of,
+            internals=inside,
+            memory=memory,
         )
 
 

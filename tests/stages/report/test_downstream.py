@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.stages.made_up_study import cell, score, write_evaluation, write_history, write_study
+from stages.report.downstream import haystack
+from tests.stages.made_up_study import cell, made_up_needles, score, write_evaluation, write_history, write_study
 
 SETS = {"validation": [16]}
 
@@ -157,3 +158,30 @@ def test_without_all_windows_and_full_attention_tasks_are_not_split(tmp_path, an
     assert analyzed(cells)[0]["split"] == []
     if lacking == "swa-16":
         assert len(analyzed(cells, split_windows=[4, 64])[0]["split"]) == 1
+
+
+def test_needles_by_depth_and_length(tmp_path, analyzed):
+    """Over both types of value of a haystack and length, in ten bands; other tasks, settings and numbers of shots are left out."""
+    scores = [
+        score("a", 50.0, "niah-noise-2048", kind="recall"), score("b", 90.0, "niah-noise-2048", kind="recall"), score("c", 10.0, "niah-noise-4096", kind="recall"),
+        score("a", 0.0, "niah-noise-2048", kind="recall", setting="cg5"), score("d", 70.0, "recall", kind="recall"),
+    ]  # fmt: skip
+    write_study(tmp_path, [cell("gla")], sets=SETS, scores={"gla": scores})
+    rows, page = analyzed([cell("gla")])
+    assert {(row["haystack"], row["length"], row["types"]) for row in rows["needles"]} == {("noise", 2048, 2), ("noise", 4096, 1)}
+    assert [sum(row["items"] for row in rows["needles"] if row["length"] == length) for length in (2048, 4096)] == [800, 400]
+    found = {(row["length"], row["depth"]): row["score"] for row in rows["needles"]}
+    assert [depth for length, depth in found if length == 2048] == [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]
+    made = [one for row in scores[:2] for one in made_up_needles(row)]
+    first = [one["score"] for one in made if int(one["item"].split("-")[2]) < 10]
+    assert found[2048, 5] == pytest.approx(100 * np.mean(first))
+    assert found[2048, 95] > found[2048, 5] > found[4096, 5]
+    assert 'id="needles-noise"' in page and "depth, %" in page
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [("niah-noise-2048", ("noise", 2048)), ("niah", ("", None)), ("niah-essay", ("essay", None)), ("niah_4096", ("", 4096))],
+)
+def test_a_groups_name_tells_its_haystack_and_length(group, told):
+    assert haystack(group) == told

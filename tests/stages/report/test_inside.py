@@ -1,9 +1,10 @@
 """The section on Mesa's heads: its table against the rows, and the order of heads in its maps."""
 
+import numpy as np
 import pytest
 
-from stages.report import figures
-from tests.stages.made_up_study import cell, made_up_internals, write_study
+from stages.report import figures, maps
+from tests.stages.made_up_study import cell, made_up_internals, made_up_memory, write_study
 
 
 def test_every_bin_is_in_the_table_and_the_range_over_heads_in_the_report(tmp_path, analyzed):
@@ -14,19 +15,58 @@ def test_every_bin_is_in_the_table_and_the_range_over_heads_in_the_report(tmp_pa
         {name: row[name] for name in ("block", "head", "position", "gamma")} for row in made_up_internals(cells[1])
     ]
     end = [row["condition"] for row in rows["internals"] if row["position"] == 256]
-    assert f"{min(end):.3g} to {max(end):.3g}" in page and "Inside Mesa’s heads" in page and 'id="internals-mesa-nano-1m"' in page
+    assert f"{min(end):.3g} to {max(end):.3g}" in page and "Mesa’s heads" in page and 'id="internals-mesa-nano-1m"' in page
 
 
 def test_no_internals_no_section(tmp_path, analyzed):
     write_study(tmp_path, [cell("gla")], sets={"validation": [16]})
     rows, page = analyzed([cell("gla")])
-    assert rows["internals"] == [] and "Inside Mesa" not in page
+    assert rows["internals"] == [] and "Inside the layers" not in page
 
 
 def test_a_mean_over_positions_weighs_bins_by_their_tokens():
     rows = [{"first": 1, "position": 1, "gamma": 0.2, "condition": 5.0}, {"first": 2, "position": 4, "gamma": 0.6, "condition": 3.0}]
-    assert figures._over_bins(rows, "gamma") == pytest.approx((0.2 + 3 * 0.6) / 4) and figures._over_bins(rows, "condition") == 3.0
+    assert maps.over_bins(rows, "gamma") == pytest.approx((0.2 + 3 * 0.6) / 4) and maps.over_bins(rows, "condition") == 3.0
 
 
 def test_maps_keep_their_colours():
     assert figures._fixed('fill: #ff0010; stroke: #24292f; href="#0a0b0c.1"') == 'fill: rgb(255, 0, 16); stroke: #24292f; href="#0a0b0c.1"'
+
+
+def test_palimpsas_memory_is_in_a_table_a_map_and_the_page(tmp_path, analyzed):
+    cells = [cell("palimpsa_d"), cell("palimpsa_d-plain")]
+    write_study(tmp_path, cells, sets={"validation": [16]})
+    rows, page = analyzed(cells, baseline=None)
+    assert [row["log_window"] for row in rows["memory"]] == [row["log_window"] for one in cells for row in made_up_memory(one)]
+    assert 'id="memory-palimpsa_d-nano-1m"' in page and "importance ratio r" in page and "Palimpsa-D w/o Meta" in page
+    assert (tmp_path / "analysis/figures/memory-palimpsa_d-plain-nano-1m.png").exists()
+    plain = page[page.index("<td") :].split("palimpsa_d-plain-nano-1m</td>", 1)[1][:200]
+    assert plain.count("–") == 3  # a window, and no importance
+
+
+def test_heads_are_ordered_in_each_block_and_short_blocks_are_padded():
+    rows = [
+        {"block": block, "head": head, "first": 1, "position": 4, "log_window": window, "ratio": 10.0 * window}
+        for block, windows in ((0, [3.0, 1.0, 2.0]), (2, [5.0]))
+        for head, window in enumerate(windows)
+    ]
+    blocks, found = maps.head_maps(rows, ["log_window", "ratio"], "log_window")
+    assert blocks == [0, 2] and found["ratio"][0].tolist() == [10.0, 20.0, 30.0]
+    assert found["log_window"][1, 0] == 5.0 and np.isnan(found["log_window"][1, 1:]).all()
+
+
+def test_what_training_records_is_kept_by_name(tmp_path, analyzed):
+    cells = [cell("mesa"), cell("palimpsa_d"), cell("gla")]
+    write_study(tmp_path, cells, sets={"validation": [16]})
+    rows, page = analyzed(cells, baseline=None, points=5, smoothing=1e-9)
+    by_name = {(row["model"], row["name"]) for row in rows["training_inside"]}
+    assert by_name == {
+        ("mesa", "cg_steps"),
+        ("mesa", "gamma"),
+        ("mesa", "cg_residual"),
+        ("palimpsa_d", "log_window"),
+        ("palimpsa_d", "importance_ratio"),
+    }
+    ratio = [row for row in rows["training_inside"] if row["name"] == "importance_ratio"]
+    assert len(ratio) == 5 and [row["value"] for row in ratio] == pytest.approx([0.5 + row["step"] ** 0.7 for row in ratio])
+    assert 'id="training_inside"' in page and "CG steps taken" in page
