@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,26 +47,34 @@ def main(arguments: list[str]) -> None:
     if DISK not in os.environ and "stages" in options.parts:
         sys.exit(_on_a_disk_of_its_own(arguments))
     tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        logs = options.keep or Path(folder) / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        if "stages" in options.parts:
-            _stages(options, Path(os.environ[DISK]), logs, tally)
-        if "repro" in options.parts:
-            from benchmarks.campaign import with_ray
-
-            with_ray.campaign(Path(folder), logs, tally, tries=max(1, options.tries // 4), only=options.only, seed=options.seed)
-        if "nodes" in options.parts:
-            from benchmarks.campaign import nodes
-
-            nodes.campaign(Path(folder), tally, tries=max(1, options.tries // 4), only=options.only, seed=options.seed)
-    for line in tally.told:
-        print(line)
-    if options.no_table:
-        print(json.dumps(tally.sums()))
-    elif tally.rows():
-        print(f"\n{report(options.name, tally.rows())}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was tried until then is reported
+    try:
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            _campaign(options, Path(folder), tally)
+    finally:
+        for line in tally.told:
+            print(line)
+        if options.no_table:
+            print(json.dumps(tally.sums()))
+        elif tally.rows():
+            print(f"\n{report(options.name, tally.rows())}")
     sys.exit(int(tally.failed))
+
+
+def _campaign(options: argparse.Namespace, folder: Path, tally: Tally) -> None:
+    logs = options.keep or folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with_ray_tries = max(1, options.tries // 4)
+    if "stages" in options.parts:
+        _stages(options, Path(os.environ[DISK]), logs, tally)
+    if "repro" in options.parts:
+        from benchmarks.campaign import with_ray
+
+        with_ray.campaign(folder, logs, tally, tries=with_ray_tries, only=options.only, seed=options.seed)
+    if "nodes" in options.parts:
+        from benchmarks.campaign import nodes
+
+        nodes.campaign(folder, tally, tries=with_ray_tries, only=options.only, seed=options.seed)
 
 
 def _on_a_disk_of_its_own(arguments: list[str]) -> int:
