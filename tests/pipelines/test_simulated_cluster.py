@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from models import checkpoint
+from pipelines import environment
 from pipelines.board import Board
 from pipelines.placement import POD, SLICE, TOPOLOGY, TYPE, Place
 from pipelines.run import place
@@ -123,9 +124,10 @@ def test_cells_go_where_they_fit_and_what_fits_nowhere_is_refused_at_once(driver
 def test_a_cell_trains_on_a_slice_and_its_record_says_so(driver, cluster, tmp_path):
     """Ray Train's JaxTrainer reserves the slice and sets jax.distributed up; the hosts' chips are simulated by four CPU devices each."""
     budget, spec = make_packed(tmp_path / "packed"), train_spec(model=MESA, steps=12, batch=8)
-    slice = replace(on(V5P, count=8, topology="2x2x2"), device="cpu")
-    wanted = Request("train", "cell", spec.model_dump(), {"budget": str(budget)}, str(cluster), STUDY, settings={"fsdp": 8})
+    slice = replace(on(V5P, count=8, topology="2x2x2", fsdp=8), device="cpu")
+    wanted = Request("train", "cell", spec.model_dump(), {"budget": str(budget)}, str(cluster), STUDY)
     wanted.places = [vars(one) for one in (on(H100, count=8), slice)]
+    wanted.environment = environment.here()
     (outcome,) = ask(driver, wanted)
     assert outcome.status == "succeeded", outcome.error
     made = Path(outcome.folder)
