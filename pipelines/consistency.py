@@ -159,6 +159,9 @@ def _places(params: Params) -> None:
         raise ValueError(
             f"analysis.baseline: {params.analysis.baseline!r} is not a model of the grid; {nearest(params.analysis.baseline, selected)}"
         )
+    for name in (*params.analysis.same_scale, *params.analysis.same_scale.values()):
+        if name not in params.scales:
+            raise ValueError(f"analysis.same_scale: {name!r} is not defined under scales; {nearest(name, params.scales)}")
     if params.analysis.headline not in (sets := [VALIDATION, *_evaluated(params)]):
         raise ValueError(f"analysis.headline: {params.analysis.headline!r} is not a text set; {nearest(params.analysis.headline, sets)}")
     for name in params.cluster.workers:

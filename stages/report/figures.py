@@ -15,7 +15,7 @@ import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from stages.evaluation.parameters import TRAINED
 from stages.report import scaling, style
@@ -442,8 +442,12 @@ def training_inside(study: Study, tables: dict[str, list[Row]], look: Style) -> 
                     label=look.labels[cell.model],
                 )
                 ends.append((y[-1], look.labels[cell.model], look.colours[cell.model]))
-            if RECORDED[name][1] and all(row["value"] > 0 for row in _of(those, name=name)):
+            values = [row["value"] for row in _of(those, name=name)]
+            if RECORDED[name][1] and min(values) > 0 and max(values) > 3 * min(values):
                 ax.set_yscale("log")
+                ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+                ax.yaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.set_xlim(0, max(row["tokens"] for row in those))
             ax.xaxis.set_major_locator(MaxNLocator(5))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.tick(value)))

@@ -176,7 +176,7 @@ def _bar(figure: Figure, ax: Axes, image: Any, logarithmic: np.ndarray | None) -
         bar.set_ticks(np.geomspace(np.nanmin(logarithmic), np.nanmax(logarithmic), 4))
     else:
         bar.ax.yaxis.set_major_locator(MaxNLocator(5))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
 
 MAPS: tuple[Callable[..., Made], ...] = (inside, memory, needles)

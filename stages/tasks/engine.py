@@ -35,13 +35,17 @@ class Answer:
 
 @dataclass
 class Engine:
-    """reader: models.reader's. window: tokens given at most. seen: called with the items done so far, and may raise to stop."""
+    """reader: models.reader's. window: tokens given at most. seen: called with the items done so far, and may raise to stop.
+
+    ending: bool [V], the tokens at which going on ends; None: those of `stops`.
+    """
 
     reader: Any
     tokenizer: Tokenizer
     window: int
     batch_tokens: int
     seen: Callable[[int], None] = lambda items: None
+    ending: np.ndarray | None = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 tokens of each text; the first is compared with the reference encoder's (see tokenizer.py)."""
@@ -94,11 +98,12 @@ class Engine:
             ]
             beginning = np.concatenate([[self.tokenizer.bos], *tokens[: used + 1]]).astype(np.int32)
             state = self.reader.begin(beginning[:-1])  # the last token is read with each item: it predicts where a context is empty
-            for index, answer in self._answers(state, beginning[-1:], fitted, new_tokens, done):
+            for index, answer in self.answers(state, beginning[-1:], fitted, new_tokens, done):
                 yield group[index][0], used, fitted[index], answer
             done += len(group)
 
-    def _answers(self, state: Beginning, last: np.ndarray, asks: list[Ask], new_tokens: int, done: int) -> Iterator[tuple[int, Answer]]:
+    def answers(self, state: Beginning, last: np.ndarray, asks: list[Ask], new_tokens: int, done: int = 0) -> Iterator[tuple[int, Answer]]:
+        """(place, what came) of each of `asks`, in no order, read behind `state` and the token `last`. All have options, or none has."""
         if asks[0].options:
             yield from self._scored(state, last, asks, done)
             return
@@ -141,7 +146,7 @@ class Engine:
 
     def _going_on(self, state: Beginning, tokens_BP: np.ndarray, segments_BP: np.ndarray, new_tokens: int) -> list[np.ndarray]:
         """Tokens of each row up to a line's end, without it, or to `new_tokens`."""
-        ending = stops(self.tokenizer)
+        ending = stops(self.tokenizer) if self.ending is None else self.ending
         found: list[list[int]] = [[] for _ in tokens_BP]
         ended = np.zeros(len(tokens_BP), bool)
         for token_B in self.reader.go_on(state, tokens_BP, segments_BP, new_tokens):
