@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines import consistency
+from pipelines import consistency, secrets
 from pipelines.mistakes import described, explain
 from pipelines.params import Params
 
@@ -45,6 +45,7 @@ def read(folder: Path) -> dict[str, Any]:
 def parse(value: dict[str, Any], path: Path = NAME) -> Params:
     """Validate plain values as a study's parameters."""
     try:
+        secrets.refuse(value)
         params = Params.model_validate(value)
         consistency.check(params)
     except ValidationError as error:

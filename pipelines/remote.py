@@ -33,7 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipelines import objects
+from pipelines import objects, secrets
 from pipelines.files import link, link_tree
 from pipelines.objects import Entry
 from pipelines.store import Busy, Lease, Store, holder, holder_is_alive
@@ -54,6 +54,7 @@ RESUMED = 2  # attempts whose work is fetched to go on from
 COPIED_BYTES = 64 << 20  # a growing file up to this size is copied before it is sent; a larger one is linked
 # What others see of an attempt, beside its artifact. The first two grow; all are mirrored whole.
 GROWING = ("progress.jsonl", "log.txt")
+TEXTS = (*GROWING, "outcome.json")  # secrets are covered up in them before anybody sees them
 SHOWN = (*GROWING, "outcome.json", "history.parquet", "provenance.json")
 NOT_RESUMED = {*SHOWN, "heartbeat", "stop", artifact.NAME}
 
@@ -594,6 +595,8 @@ class RemoteLease(Lease):
             sent, when = self._sent.get(f"shown/{name}", (-1, 0))
             due = time.monotonic_ns() - when >= BEAT_SECONDS * 1e9 * (stat.st_size >> 20)
             if sent != stat.st_size and (due or all):
+                if name in TEXTS:
+                    secrets.cover(self.folder / name)
                 self.remote.bucket.write(f"{self.place}/{name}", (self.folder / name).read_bytes())
                 self._sent[f"shown/{name}"] = (stat.st_size, time.monotonic_ns())
 

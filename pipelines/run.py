@@ -52,7 +52,12 @@ def store_of(context: dict[str, Any], folder: Path = Path(".")) -> Store:
 
 
 def root_of(context: dict[str, Any], folder: Path = Path(".")) -> Path:
-    return (folder / context["root"]).resolve()
+    root = (folder / context["root"]).resolve()
+    if not folder.resolve().is_relative_to(root):
+        raise ValueError(
+            f"root: is {context['root']!r}, which is no folder above the study's, {folder.resolve()}; it is the way up to the repository's root."
+        )
+    return root
 
 
 def run(stage: str, cell: str, *, ray: bool, profile: bool = False) -> Outcome:

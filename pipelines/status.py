@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pipelines import secrets
 from pipelines.cells import Specs, specs, version_table
 from pipelines.mistakes import nearest
 from pipelines.plan import hours
@@ -81,7 +82,7 @@ def logs(folder: Path, cell: str) -> str:
             outcome = last_outcome(store, key)
             ended = "runs" if store.alive(key) else outcome.get("status", "ended without a word")
             log = attempt / LOG
-            text = log.read_text(errors="replace").rstrip() if log.is_file() else (outcome.get("error") or "").rstrip()
+            text = secrets.covered(log.read_text(errors="replace")).rstrip() if log.is_file() else (outcome.get("error") or "").rstrip()
             found.append(f"{stage} {cell}, attempt {attempt.name}: {ended} ({attempt})" + (f"\n{text}" if text else ""))
     return "\n\n".join(found) or f"Nothing of {cell} has been begun."
 

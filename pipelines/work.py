@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipelines import secrets
 from pipelines.placement import Place
 from pipelines.store import Busy, Lease, Store, open_store
-from stages import units
+from stages import provenance, units
 from stages.engine import told_of_full_disk
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical
 
@@ -143,8 +144,12 @@ def execute(
     if log:
         _print_to(lease.folder / LOG)
     outcome = _run(request, spec, lease, earlier, on_progress, stop)
+    outcome.error = outcome.error and secrets.covered(outcome.error)
     if log and outcome.error:
         print(outcome.error, flush=True)
+    if not outcome.done and outcome.status != "lost":
+        with suppress(OSError):
+            _cover_secrets(lease)
     lease.release(asdict(outcome))
     if outcome.done:
         with suppress(OSError):  # what is left is `strata gc`'s
@@ -178,6 +183,7 @@ def _run(request: Request, spec: Spec, lease: Lease, earlier: list[Path], on_pro
         stage = importlib.import_module(f"stages.{request.stage}")
         with lease.beating(), units.shared(lease.store), told_of_full_disk(lease.folder):
             stage.run(spec, lease.folder, {name: Path(path) for name, path in request.inputs.items()}, context)
+            _cover_secrets(lease)
             published = lease.publish()
     except Stopped as stopped:
         return Outcome("stopped", str(stopped), folder=folder)
@@ -203,6 +209,12 @@ def _failed(error: Exception, lease: Lease) -> Outcome:
         if any(part in last for part in ("/stages/", "/models/", "/kernels/", "/pipelines/")) and "site-packages" not in last:
             return Outcome("failed", str(error), "mistake", folder)
     return Outcome("failed", "".join(traceback.format_exception(error)), "error", folder)
+
+
+def _cover_secrets(lease: Lease) -> None:
+    """In what a stage or a library may have written of this process's environment."""
+    for name in (provenance.NAME, LOG):
+        secrets.cover(lease.folder / name)
 
 
 def _nothing(name: str) -> bool:

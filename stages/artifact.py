@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stages.spec import fingerprint
+from stages.spec import fingerprint, inside
 
 NAME = "artifact.json"
 SEAL = "seal"  # the record's entry that is the fingerprint of all others
@@ -72,14 +72,6 @@ def write(
     }
     write_atomically(out / NAME, json.dumps(record | {SEAL: fingerprint(record)}, indent=1, sort_keys=True) + "\n")
     return record
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder. ValueError for a name that leads out of it: names in records are not to be trusted."""
-    parts = name.split("/")
-    if not name or name.startswith("/") or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"{name!r} is no name of a file in {folder}: it leads elsewhere.")
-    return folder / name
 
 
 def read(folder: Path, *, key: str | None = None, content: bool = False, data: bool = True) -> dict[str, Any]:

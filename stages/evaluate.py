@@ -69,7 +69,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
                 context.fence()
                 scorer.begin(unit.name, step=step, of=len(everything))
                 given = {name: digests[name] for name in ("weights", *unit.inputs)}
-                with units.making(out / unit.name, key=unit.key, stage=spec.stage, inputs=given) as folder:
+                with units.making(artifact.inside(out, unit.name), key=unit.key, stage=spec.stage, inputs=given) as folder:
                     unit.make(folder, inputs, scorer)
                     context.fence()
         context.fence()

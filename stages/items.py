@@ -65,7 +65,9 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
             key = item_key(spec, name)
             if not units.complete(out / name, key):
                 context.fence()
-                with units.making(out / name, key=key, stage=spec.stage, inputs=vocabulary if entry.generate else {}) as folder:
+                with units.making(
+                    artifact.inside(out, name), key=key, stage=spec.stage, inputs=vocabulary if entry.generate else {}
+                ) as folder:
                     table = _generated(name, entry, out, inputs, context) if entry.generate else _read(name, entry, out, context)
                     schemas.write(folder / ITEMS, table, name=entry.kind, key=key)
             context.progress(step=number + 1, of=len(parameters.tasks), unit=name)

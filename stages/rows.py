@@ -28,7 +28,8 @@ REMEDY = "Delete it and run pack again: what is missing is made anew."
 def shards(budget: Path) -> list[str]:
     """The files of the rows of a budget, seen from the packed folder. ValueError where the budget is damaged."""
     try:
-        return [f"{SHARDS}/{name}/{ROWS}" for name, _, _ in json.loads(budget.read_text())["shards"]]
+        names = [f"{SHARDS}/{name}/{ROWS}" for name, _, _ in json.loads(budget.read_text())["shards"]]
+        return [name for name in names if artifact.inside(budget.parent, name)]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{budget} is not a readable budget ({error}). {REMEDY}") from error
 
@@ -43,8 +44,9 @@ class Rows:
     def __init__(self, budget: Path, *, verify: bool = False) -> None:
         try:
             record = json.loads(budget.read_text())
-            shards = [(budget.parent.parent / SHARDS / name / ROWS, digest, rows) for name, digest, rows in record["shards"]]
-            self._open(shards, record["sequence_length"], verify)
+            paths = [budget.parent.parent / name for name in shards(budget)]
+            shards_of = [(path, digest, rows) for path, (_, digest, rows) in zip(paths, record["shards"], strict=True)]
+            self._open(shards_of, record["sequence_length"], verify)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{budget} is not a readable budget ({error}). {REMEDY}") from error
         if self.rows != record["rows"]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Strict(BaseModel):
@@ -38,6 +38,14 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. ValueError for a name that leads out of it: names in records are not to be trusted."""
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{name!r} is no name of a file in {folder}: it leads elsewhere.")
+    return folder / name
+
+
 class Spec(Strict):
     """Exactly what an artifact depends on, as specs/<stage>/<cell>.json holds it.
 
@@ -49,6 +57,13 @@ class Spec(Strict):
     versions: dict[str, int]
     inputs: dict[str, str] = {}
     parameters: dict[str, Any]
+
+    @field_validator("inputs")
+    @classmethod
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            inside(Path("inputs"), name)
+        return value
 
     @cached_property
     def key(self) -> str:
