@@ -15,7 +15,7 @@ import psutil
 from benchmarks.campaign.tally import AGAIN, LOST, ORPHAN, WRONG, Found, Tally
 
 ROOT = Path(__file__).parents[2]
-STEPS, PATIENCE = 150, 300.0
+STEPS, PATIENCE = 400, 600.0
 WHERE = "train by two"
 
 
@@ -90,10 +90,13 @@ class Team:
         while (outcome := board.outcome(session, request.key, id)) is None:
             driver.turn()
             if not disturbed and self.steps():
+                saved = self.steps()
                 disturb(self)
-                disturbed, saved = True, self.steps()
+                disturbed = True
             if time.monotonic() > deadline:
                 return [(LOST, f"not done after {PATIENCE:.0f} s, at step {self.steps()}")], None
+        if not disturbed:
+            raise RuntimeError("The training was over before it was disturbed.")
         if not outcome.done:
             return [(LOST, f"{outcome.status}: {outcome.error}"[-1500:])], None
         made = Path(outcome.folder or "")

@@ -25,14 +25,14 @@ from stages.spec import Spec
 
 SESSION = "session_of_the_benchmark"
 AHEAD = ("train", "evaluate")
-PATIENCE = 3600.0
+PATIENCE, IDLE_TURNS = 3600.0, 20
 
 
 class Cluster:
     """What the driver sees of Ray: so many nodes of one processor, tasks that wait for one, run in order, and end at the next look."""
 
     def __init__(self, nodes: int) -> None:
-        self.count, self.queue, self.done, self.stub_seconds = nodes, deque(), {}, 0.0
+        self.count, self.queue, self.done, self.stub_seconds, self.paused = nodes, deque(), {}, 0.0, False
 
     # What the driver calls
 
@@ -45,7 +45,7 @@ class Cluster:
         return task
 
     def wait(self, tasks: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
-        for _ in range(min(self.count, len(self.queue))):
+        for _ in range(0 if self.paused else min(self.count, len(self.queue))):
             task, request = self.queue.popleft()
             began = time.process_time()
             out = stubs.publish(Store(Path(request.store)), Spec.model_validate(request.spec))
@@ -73,11 +73,13 @@ def simulated(folder: Path, cells: int, nodes: int) -> dict[str, Any]:
     before = (driving.ray, driving.perform, driving.available_resources_per_node, os.environ.pop(driving.head.MARK, None))
     driving.ray, driving.perform, driving.available_resources_per_node = cluster, cluster, cluster.available  # type: ignore[assignment]
     try:
+        idle = _idle(folder, requests, cluster)
         row = _drive(folder, requests)
     finally:
         driving.ray, driving.perform, driving.available_resources_per_node = before[:3]
     count = len(requests)
     return {"cells": cells, "nodes": nodes} | row | {
+        "idle turn cpu ms": idle,
         "driver cpu ms an artifact": 1000 * (row.pop("cpu s") - cluster.stub_seconds) / count,
         "stub cpu ms an artifact": 1000 * cluster.stub_seconds / count,
     }  # fmt: skip
@@ -125,6 +127,21 @@ def _requests(folder: Path, cells: int) -> list[Request]:
                 found.append(running.request(stage, path.stem, Spec.load(path), context, store))
     assert made.params["cluster"]["ahead"] >= len(found)
     return found
+
+
+def _idle(folder: Path, requests: list[Request], cluster: Cluster) -> float:
+    """Processor milliseconds of a turn in which nothing is new, all nodes being at work."""
+    board = Board(folder / ".strata", requests[0].study)
+    for request in requests:
+        board.put(request, SESSION, ahead=len(requests))
+    driver, cluster.paused = Driver(folder / ".strata", requests[0].study, SESSION, ""), True
+    driver.turn()
+    used = time.process_time()
+    for _ in range(IDLE_TURNS):
+        driver.turn()
+    cluster.paused = False
+    cluster.queue.clear()
+    return 1000 * (time.process_time() - used) / IDLE_TURNS
 
 
 def _drive(folder: Path, requests: list[Request]) -> dict[str, Any]:
