@@ -109,8 +109,8 @@ ROWS = {
     "lambada": ({"text": "He looked at Ann"}, ("He looked at", "Ann")),
     "unscramble": ({"context": "asinoc =", "completion": " casino"}, ("asinoc =", "casino")),
     "wmt": ({"translation": {"en": "Yes.", "de": "Ja."}}, ("Ja.", "Yes.")),
-    "squad": ({"id": "1", "context": "C.", "question": "Q?", "answers": {"text": ["a", "a", "b"]}}, ("C.", "Q?", ["a", "b"])),
-    "drop": ({"query_id": "1", "passage": "C.", "question": "Q?", "answers_spans": {"spans": ["7", "7"]}}, ("C.", "Q?", ["7"])),
+    "squad": ({"id": "1", "context": "C.", "question": "Q?", "answers": {"text": ["a", "a", "b"], "answer_start": [0, 0, 4]}}, ("C.", "Q?", ["a", "b"])),
+    "drop": ({"query_id": "1", "passage": "C.", "question": "Q?", "answers_spans": {"spans": ["7", "7"], "types": ["number", "number"]}}, ("C.", "Q?", ["7"])),
     "nq_open": ({"question": "q", "answer": ["a"]}, ("", "q", ["a"])),
     "trivia_qa": ({"question": "q", "question_id": "1", "answer": {"value": "A", "aliases": ["A", "B"]}}, ("", "q", ["A", "B"])),
     "based": ({"doc_id": 3, "text": "One is. Two is", "value": "2", "key": None}, ("One is", "Two is", ["2"])),
@@ -119,17 +119,26 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["x.parquet", "x.jsonl.gz"])  # the hub's tables, and files as repositories have them
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_originals_become_items(tmp_path, name):
+def test_originals_become_items(tmp_path, name, form):
     row, wanted = ROWS[name]
     schema = "recall" if len(wanted) == 3 and isinstance(wanted[1], str) else "multiple_choice" if len(wanted) == 3 else "prompt_target"
-    found = read([write(tmp_path / "x.jsonl", [row])], files(original=name), schema, "t").to_pylist()[0]
+    found = read([write(tmp_path / form, [row])], files(original=name), schema, "t").to_pylist()[0]
     fields = {
         "multiple_choice": ("context", "choices", "answer_index"),
         "recall": ("context", "question", "answers"),
         "prompt_target": ("context", "target"),
     }
     assert tuple(found[field] for field in fields[schema]) == wanted
+
+
+def test_questions_of_one_article_are_items_of_their_own(tmp_path):
+    """RACE's rows carry their article's id."""
+    row = ROWS["race"][0]
+    rows = [row, row | {"question": "Another?", "answer": "A"}]
+    found = read([write(tmp_path / "x.parquet", rows)], files(original="race"), "multiple_choice", "t").to_pylist()
+    assert [item["answer_index"] for item in found] == [2, 0] and len({item["id"] for item in found}) == 2
 
 
 @pytest.mark.skipif(
