@@ -225,8 +225,10 @@ class Driver:
         for other in unsettled:
             free = take(other.place, free)
         place = first(possible, free)
-        if place is possible[0] or (place and not unsettled) or (place is None and not fits(possible[0], nodes)):
-            return place or possible[0]
+        if place is None and not unsettled:  # what may be added is added only where something waits for it in Ray's queue
+            place = next((place for place in possible if fits(place, later(work.request.later)) or not fits(place, nodes)), None)
+        if place is possible[0] or (place is not None and not unsettled):
+            return place
         work.again = time.monotonic() + BUSY_SECONDS
         return None
 
