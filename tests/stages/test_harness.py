@@ -39,7 +39,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}, {metric:
     "words": """
 output_type: loglikelihood
 doc_to_text: "{{context}}"
-doc_to_target: "{{target}}"
+doc_to_target: " {{target}}"
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """,
     "capitals": """
