@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,6 +236,10 @@ def _make(wanted: Request, context: dict[str, Any], store: Store, ray: bool) -> 
             tracking.warm()
         address = head.address_from_environment() or head.ensure(root_of(context))
         code = code_for(context["code"], root_of(context), address, dirty=os.environ.get(DIRTY, "0") not in ("", "0"))
+        if not address.local:
+            from pipelines.sharing import shared
+
+            wanted = shared(wanted, context, store, say=progress.say)
         _release([item for item in rest if item != (wanted.stage, wanted.cell)], context, store, address, code)
         return jobs.ask(wanted, address, code=code, progress=progress)
 
@@ -269,7 +274,13 @@ def _release(rest: ahead.Cells, context: dict[str, Any], store: Store, address: 
 
     if not rest or not context["ahead"] or (address.local and not ahead.room_here(context)):
         return
-    requests = (request(stage, cell, Spec.load(workspace.spec_file(stage, cell)), context, store) for stage, cell in rest)
+    requests: Iterable[Request] = (
+        request(stage, cell, Spec.load(workspace.spec_file(stage, cell)), context, store) for stage, cell in rest
+    )
+    if not address.local:
+        from pipelines.sharing import reads_here
+
+        requests = (one for one in requests if not reads_here(one, store))  # its data go up when DVC asks for it
     if jobs.release(requests, address, at_once=context["ahead"], code=code):
         print(
             f"Released: {approval.describe(context, rest)}; {context['ahead']} at a time at most, as the cluster has room.", file=sys.stderr
