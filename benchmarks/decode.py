@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks import isolated
 from benchmarks.kernels import RATES
-from benchmarks.table import Row, report
-from benchmarks.training import SMALL, chosen, said, study
+from benchmarks.table import Row, report, said
+from benchmarks.training import SMALL, chosen, study
 from benchmarks.weights import drawn, mixers, set_gates
 
 MODELS = ("mesa", "gla", "transformer")

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import isolated
 from benchmarks.operations import Case, Tensors, cases
-from benchmarks.table import Row, report
+from benchmarks.table import Row, report, said
 
 # Of an H200, measured for copies and products, computed for the reciprocal unit: bytes/s, FLOP/s of dense bfloat16, special functions/s.
 RATES = {"bytes": 4.3e12, "products": 790e12, "special": 4.19e12}
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
         print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     left = None if options.seconds is None else options.seconds - (time.perf_counter() - began)
     rows = isolated.each(measured, entries, seconds=left, milliseconds=options.milliseconds, **given)
-    print(report("kernels", (in_order(row) for row in rows), folder=options.out))
+    print(report("kernels", (said(in_order(row)) for row in rows), folder=options.out))
 
 
 COLUMNS = (

@@ -45,6 +45,13 @@ def record(path: str | Path) -> Path:
     return _write([json.loads(line) for line in path.read_text().splitlines()], path)
 
 
+def said(row: Row) -> Row:
+    """The row, printed at once."""
+    given = {name: value for name, value in row.items() if value not in (None, "")}
+    print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in given.items()), flush=True)
+    return row
+
+
 def _kept(rows: Iterable[Row], path: Path) -> Iterator[Row]:
     """The rows with what they ran on, each written before the next is asked for."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import isolated
 from benchmarks.kernels import median_ms
-from benchmarks.table import Row, report
+from benchmarks.table import Row, report, said
 from benchmarks.weights import GATES, drawn, mixers, set_gates, setting
 
 PARAMS = Path(__file__).parent.parent / "params.yaml"
@@ -137,12 +137,6 @@ def lengths() -> dict[str, Row]:
 def layers() -> dict[str, Row]:
     """One layer of the largest scale."""
     return {f"{name}-{length}": {"layer": name, "length": length} for name in LAYERS for length in LAYER_LENGTHS}
-
-
-def said(row: Row) -> Row:
-    """The row, printed."""
-    print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()), flush=True)
-    return row
 
 
 def measured_cell(
