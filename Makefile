@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?= $(if $(PIP_FIND_LINKS),,--torch-backend=auto)
 # What tests need, and a TPU's compiler (200 MB) for those that are skipped without it; where there is no index, the first alone.
 COMMA := ,
-EXTRAS ?= $(if $(PIP_NO_INDEX)$(UV_NO_INDEX)$(UV_OFFLINE),test,test$(COMMA)ahead)
+EXTRAS ?= $(if $(PIP_NO_INDEX)$(UV_NO_INDEX)$(UV_OFFLINE),test,test$(COMMA)ahead$(COMMA)buckets)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 

@@ -18,7 +18,7 @@ SETTINGS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_D
 @contextmanager
 def server() -> Iterator[str]:
     """An S3 server on loopback with a bucket named `bucket`; yields its address. Skips the test where moto or s3fs is missing."""
-    moto = pytest.importorskip("moto.server", reason="the local S3 server is missing: pip install 'moto[server]' (the test extra has it)")
+    moto = pytest.importorskip("moto.server", reason="the local S3 server is missing: pip install 'strata[buckets]'")
     pytest.importorskip("s3fs", reason="S3 stores need s3fs: pip install 'strata[s3]'")
     import fsspec
     import s3fs
