@@ -127,6 +127,9 @@ def stages(
                 one = in_process.Try(template, at, cell, random.Random(f"{seed} {name} {at} {turn}"), folder)
                 try:
                     fault(one)
+                except in_process.NotHere:
+                    shutil.rmtree(folder)
+                    break
                 except RuntimeError as error:
                     one.note(LOST, str(error))
                 if one.found:

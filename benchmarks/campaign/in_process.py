@@ -43,6 +43,10 @@ def make(stage: str, cell: str) -> int:
     return 0
 
 
+class NotHere(Exception):
+    """The fault cannot strike this stage: it reads nothing of the store, or leaves nothing half made there."""
+
+
 @dataclass
 class Template:
     """The study as it was before each stage, and what each makes when nothing disturbs it.
@@ -274,6 +278,8 @@ def _age_heartbeat(self: Try, seconds: float) -> None:
 def unfinished_work_damaged(self: Try) -> None:
     """kill -9, and a file of what it was at is truncated or has a bit flipped: it is not used, or, deep in the data of a unit that was
     complete, seen by whoever reads it."""
+    if self.stage == "resolve":
+        raise NotHere
     child = self.begin()
     self.wait_a_moment()
     child.send(signal.SIGKILL)
@@ -313,7 +319,7 @@ def input_damaged(self: Try) -> None:
     makers = self.ask(_makers)
     files = [Path(name) for name in self.ask(_files)]
     if not files:
-        return
+        raise NotHere
     path = self.random.choice(files)
     damage(path, self.random)
     child = self.begin()

@@ -24,6 +24,7 @@ def campaign(folder: Path, tally: Tally, *, tries: int, only: str = "", seed: in
         return
     os.environ |= {
         "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_health_check_timeout_ms": "60000", "RAY_health_check_failure_threshold": "30",  # a busy machine is no lost node
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     import ray
