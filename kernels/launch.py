@@ -31,6 +31,7 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int | None = None
 
 
 _in_place = False
@@ -59,8 +60,11 @@ def after(state: Any) -> Any:
     return state if _in_place else torch.empty_like(state)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, registers: int | None = None, **constants: Any
+) -> None:
     """Start `kernel` on the device of its tensors. arguments: tensors and integers; constants: its `tl.constexpr` parameters by name.
+    registers: that a thread may have at most.
 
     Fake tensors (torch.compile asking for shapes) start nothing.
     """
@@ -70,13 +74,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, 
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # what is not an opaque operation already runs by itself between compiled parts
     if _seen is not None:
-        _seen.append(Launch(kernel, arguments, constants, warps, stages))
+        _seen.append(Launch(kernel, arguments, constants, warps, stages, registers))
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     if any(isinstance(x, FakeTensor) for x in tensors):
         return
     where = tensors[0].device
     choose_assembler()
-    options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages}
+    limit = {} if registers is None else {"maxnreg": registers}
+    options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages, **limit}
     if where.type == "cuda" and where.index != torch.cuda.current_device():
         with torch.cuda.device(where):
             kernel[grid](*arguments, **options)

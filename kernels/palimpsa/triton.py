@@ -1,27 +1,22 @@
-"""Palimpsa in Triton, exact: every token's whole state, a few keys and 16 tokens at a time, on tensor cores and never in memory.
+"""Palimpsa in Triton, exact: a thread owns an entry of the state and goes through a block's tokens in registers.
 
-States are stored at the starts of chunks of C tokens only. A block of S tokens (its first t is c_t after the start of the block, D_ts
-is the decay from s to t) rebuilds, for BK keys at a time, what each of its tokens reads: with M0 the state that the block starts with,
+States are stored at the starts of chunks of C tokens only. Forward all chunks run at once; a thread has one value, its v and beta of all the
+chunk's tokens in registers, and takes one key after another. Backward goes through blocks of S tokens from the last to the first, with P
+and Q, the gradients of the states M and J behind the block, in memory; a thread has one value again, rebuilds M and J of the block's tokens
+for one key, and comes back through them:
 
-    M_t[k, v] = c_t M0[k, v] + sum_s D_ts k_s[k] v_s[v]       one product [V, s] [s, (k, t)], J likewise with k^2 and beta
-    o_t[v] = scale sum_k q_t[k] M_t[k, v] / (prior + J_t[k, v])
+    r = 1 / (prior + J_t)    X = M_t r    L = do_t r    Z = L X        P <- P + q_t L      Q <- Q - q_t Z
+    dq_t = sum_v X do_t      dk_t = sum_v P v_t + 2 k_t sum_v Q beta_t      dv_t = sum_k k_t P      dbeta_t = sum_k k_t^2 Q
+    dlog_decay_t = exp(log_decay_t) sum_kv (M_{t-1} P + J_{t-1} Q)          dprior = -sum_t,kv q_t Z
 
-Forward all chunks run at once. Backward goes from the last block to the first, with P and Q, the gradients of the states M and J behind
-the block, in memory. With r = 1 / (prior + J), L_t = scale do_t r and Z_t = -L_t M_t r, the gradient of M_t by what t itself reads is
-q_t L_t, that of J_t q_t Z_t. The block has one slot more than tokens: its end, with L = P, Z = Q, q = 1 and no write, so that
+dv and dbeta stay in registers over all keys; dq and dk are summed over a warp's values for each key and token. What all threads of a warp
+need of a key, k and q of the block's tokens, its threads fetch one number each, a key ahead, and tell each other (`_of`).
+With c_t the decay from a block's start, the recursions are of M / c, J / c, c P and c Q, so that no token multiplies a state by its decay:
+v, beta and prior are divided by c_t instead. In a block whose decay is below exp(DEEP), or that drops the state, c is 1 and each does.
+bfloat16: the states at the starts of chunks are products of rounded operands, the sums over values are tf32; all else is float32.
 
-    dv_s = sum_{k, t} q_t D_ts k_s L_t    dbeta_s = sum_{k, t} q_t D_ts k_s^2 Z_t    P <- sum_t q_t c_t L_t    Q <- sum_t q_t c_t Z_t
-    N_ts[k] = sum_v L_t v_s    O_ts[k] = sum_v Z_t beta_s    dk_s = sum_t q_t D_ts (N_ts + 2 k_s O_ts)
-    dq_t = c_t sum_v L_t M0 + sum_s D_ts k_s N_ts
-    G_ts = sum_k q_t D_ts k_s (N_ts + k_s O_ts)    g_t = sum_k q_t c_t sum_v (L_t M0 + Z_t J0)
-
-hold the state's gradient too, and the log decay of token i gets sum_{s < i <= t} G_ts + sum_{i <= t} g_t: only what crosses i, so that
-nothing cancels.
-What a block starts with is made for all keys beforehand, from the chunk's start, and kept in memory for the block's time.
-Decays are masked where a document ends (`kernels.tiles`). bfloat16: the products' operands are rounded to it, sums and states are float32.
-
-Shapes: B batch, T time, H heads, K key size, V value size (tiles of BV), N chunks, C chunk length, S slots of a block, BK keys at
-once (WK: of a block's first states).
+Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, S tokens of a block; tensors [W, 32] and [KG, 32]
+have a row for each warp, so that each thread has one number: forward W groups of 32 values, backward KG groups of keys.
 """
 
 from __future__ import annotations
@@ -33,10 +28,13 @@ import triton.language as tl
 from kernels import arrays, launch
 from kernels.palimpsa import chunked
 from kernels.palimpsa.reference import State
-from kernels.tiles import decay_sums
+from kernels.tiles import GONE, decay_sums
 
 C, S = 32, 16
-KEYS = {torch.bfloat16: (8, 4), torch.float32: (4, 2)}  # at once, forward and backward: what registers hold
+DEEP = tl.constexpr(-10.0)
+"""Log decay over a block down to which its states are scaled: exp(10) costs no more than a digit of float32."""
+WARPS = 4
+"""Of a program of the backward pass: so many groups of keys, one value a thread."""
 
 
 @triton.jit
@@ -67,64 +65,12 @@ def _to_end(log_decay_C):
 
 
 @triton.jit
-def _inside(log_decay_S):
-    """(D_ST, c_T): the decay from slot s (row) to slot t, 0 for s > t; and from before the first slot to t."""
-    sum_S, document_S, first = _since_first(log_decay_S)
-    slot = tl.arange(0, log_decay_S.shape[0])
-    seen = (slot[:, None] <= slot[None, :]) & (document_S[:, None] == document_S[None, :])
-    D_ST = tl.where(seen, tl.exp(tl.where(seen, sum_S[None, :] - sum_S[:, None], 0.0)), 0.0)
-    return D_ST, tl.where(document_S == 0, tl.exp(first + sum_S), 0.0)
-
-
-@triton.jit
-def _spread(D_ST, BK: tl.constexpr):
-    """[BK, S, S]: D_ts for every key. A product with the identity: it lies in registers as products do, and what it multiplies too."""
-    S: tl.constexpr = D_ST.shape[0]
-    D_XS = tl.reshape(tl.broadcast_to(tl.trans(D_ST)[None, :, :], [BK, S, S]), [BK * S, S])
-    one_SS = tl.where(tl.arange(0, S)[:, None] == tl.arange(0, S)[None, :], 1.0, 0.0)
-    return tl.reshape(tl.dot(D_XS, one_SS, input_precision="tf32x3"), [BK, S, S])
-
-
-@triton.jit
 def _moved(M_VK, J_VK, v_VC, beta_VC, k_CK, weight_C, kept, PRECISION: tl.constexpr):
     """Both states after tokens that write k v and k^2 beta, each decayed by weight_C until then, and what was before by `kept`."""
     written_CK = k_CK * weight_C[:, None]
     M_VK = tl.dot(v_VC, written_CK.to(v_VC.dtype), kept * M_VK, input_precision=PRECISION)
     J_VK = tl.dot(beta_VC, (written_CK * k_CK).to(v_VC.dtype), kept * J_VK, input_precision=PRECISION)
     return M_VK, J_VK
-
-
-@triton.jit
-def _importance(v_VS, beta_VS, W_KTS, W2_KTS, M0_VK, J0_VK, c_T, prior, PRECISION: tl.constexpr):
-    """M_t and prior + J_t [BV, BK, S] of every slot t of a block."""
-    BV: tl.constexpr = v_VS.shape[0]
-    BK: tl.constexpr = W_KTS.shape[0]
-    S: tl.constexpr = W_KTS.shape[2]
-    M = tl.reshape(c_T[None, None, :] * M0_VK[:, :, None], [BV, BK * S])
-    J = tl.reshape(c_T[None, None, :] * J0_VK[:, :, None] + prior, [BV, BK * S])
-    M = tl.dot(v_VS, tl.trans(tl.reshape(W_KTS.to(v_VS.dtype), [BK * S, S])), M, input_precision=PRECISION)
-    J = tl.dot(beta_VS, tl.trans(tl.reshape(W2_KTS.to(v_VS.dtype), [BK * S, S])), J, input_precision=PRECISION)
-    return tl.reshape(M, [BV, BK, S]), tl.reshape(J, [BV, BK, S])
-
-
-@triton.jit
-def _wide(x_VK, S: tl.constexpr):
-    """[BV, S]: key i in column 2 i, zeros between and behind: as many columns as the tensor cores want."""
-    BV: tl.constexpr = x_VK.shape[0]
-    BK: tl.constexpr = x_VK.shape[1]
-    x = tl.reshape(tl.join(x_VK, tl.zeros_like(x_VK)), [BV, 2 * BK])
-    if 2 * BK < S:
-        x = tl.reshape(tl.trans(tl.join(x, tl.zeros_like(x)), 0, 2, 1), [BV, 4 * BK])
-    if 4 * BK < S:
-        x = tl.reshape(tl.trans(tl.join(x, tl.zeros_like(x)), 0, 2, 1), [BV, 8 * BK])
-    return x
-
-
-@triton.jit
-def _narrow(x_VS, BK: tl.constexpr):
-    """[BV, BK]: undoes `_wide`."""
-    x = tl.reshape(x_VS, [x_VS.shape[0], x_VS.shape[1] // (2 * BK), BK, 2])
-    return tl.sum(tl.sum(x, 3), 1)
 
 
 @triton.jit
@@ -191,157 +137,351 @@ def _begin(
 
 
 @triton.jit
-def _keys(q, k, M_block, J_block, in_S, v_V, in_V, k_K, in_K, H, K, V):
-    """q, k [BK, S] of a block and the states M, J [BV, BK] that it starts with, for some keys."""
-    place_KS, in_KS = tl.arange(0, in_S.shape[0])[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
-    place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
-    q_KS, k_KS = tl.load(q + place_KS, mask=in_KS, other=0.0), tl.load(k + place_KS, mask=in_KS, other=0.0)
-    return q_KS, k_KS, tl.load(M_block + place_VK, mask=in_VK, other=0.0), tl.load(J_block + place_VK, mask=in_VK, other=0.0)
+def _inside_of(x, N, SIZE: tl.constexpr):
+    """x < N, known to be true where tiles of SIZE fill N."""
+    if N % SIZE == 0:
+        return x == x
+    return x < N
+
+
+@triton.jit
+def spread_kernel(
+    q, k, log_decay, prior, numbers, gates, T, BLOCKS, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q), S] and gates [B H, BLOCKS, (1 / c, decay, prior / c, rest), S].
+
+    rest: whether decays stay with the tokens (c is 1 then), and c of the last token.
+    """
+    block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, k_K = tl.arange(0, S), tl.arange(0, BK)
+    in_S = block * S + slot < T
+    row_S = bh // H * T * H + bh % H + (block * S + slot).to(tl.int64) * H
+    place_KS, in_KS = row_S[None, :] * K + k_K[:, None], in_S[None, :] & (k_K < K)[:, None]
+    numbers += (bh * BLOCKS + block) * K * 2 * S
+    to_KS, in_K = k_K[:, None] * 2 * S + slot[None, :], (k_K < K)[:, None]
+    tl.store(numbers + to_KS, tl.load(k + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
+    tl.store(numbers + to_KS + S, tl.load(q + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
+    log_decay_S = tl.load(log_decay + row_S, mask=in_S, other=0.0)
+    whole = tl.sum(log_decay_S, 0)
+    deep = whole < DEEP
+    over_c_S = tl.where(deep, 1.0, tl.exp(-tl.cumsum(log_decay_S, 0)))
+    gates += (bh * BLOCKS + block) * 4 * S
+    tl.store(gates + slot, over_c_S)
+    tl.store(gates + S + slot, tl.where(log_decay_S < GONE, 0.0, tl.exp(log_decay_S)))
+    tl.store(gates + 2 * S + slot, tl.load(prior + bh % H) * over_c_S)
+    tl.store(gates + 3 * S + slot, tl.where(slot == 0, deep.to(tl.float32), tl.where(deep, 1.0, tl.exp(whole))))
+
+
+@triton.jit
+def _of(x, SLOT: tl.constexpr):
+    """What thread SLOT of a warp has, for all its threads."""
+    return tl.gather(x, tl.full(x.shape, SLOT, tl.int32), 1)
+
+
+@triton.jit
+def _decayed(x, decay):
+    """decay x, 0 for a decay of 0 whatever x is."""
+    return tl.where(decay > 0.0, decay * x, 0.0)
+
+
+@triton.jit
+def _outputs(
+    numbers, gates, M_starts, J_starts, v_C, beta_C, o_C, v_W, in_W, lane, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    DEEP_BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """sum_k q M / (prior + J) [W, 32] of each token of a chunk"""
+    place = v_W
+    decay = tl.load(gates + C + lane)
+    prior_C = ()
+    for t in tl.static_range(C):
+        prior_C = prior_C + (tl.load(gates + 2 * C + t),)
+    M_next, J_next = tl.load(M_starts + place, mask=in_W, other=0.0), tl.load(J_starts + place, mask=in_W, other=0.0)
+    k_next, q_next = tl.load(numbers + lane), tl.load(numbers + C + lane)
+    for key in range(0, K):
+        M, J, k, q = M_next, J_next, k_next, q_next
+        place += V
+        numbers += 2 * C
+        more = in_W & (key < K - 1)
+        M_next, J_next = tl.load(M_starts + place, mask=more, other=0.0), tl.load(J_starts + place, mask=more, other=0.0)
+        k_next, q_next = tl.load(numbers + lane, mask=key < K - 1, other=0.0), tl.load(numbers + C + lane, mask=key < K - 1, other=0.0)
+        o_new = ()
+        for t in tl.static_range(C):
+            if DEEP_BLOCK:
+                decay_t = _of(decay, t)
+                M, J = _decayed(M, decay_t), _decayed(J, decay_t)
+            k_t = _of(k, t)
+            M += k_t * v_C[t]
+            J += k_t * k_t * beta_C[t]
+            r = _reciprocal(J + prior_C[t], INTERPRETED)
+            o_new = o_new + (o_C[t] + _of(q, t) * (M * r),)
+        o_C = o_new
+    return o_C
 
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, o, scale, T, N,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, WK: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    numbers, gates, v, beta, M_starts, J_starts, o, scale, T, N,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """o [B, T, H, V] of one chunk and one tile of values."""
+    """o [B, T, H, V] of one chunk and W groups of 32 values."""
     n, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = bh // H * T * H + bh % H + n.to(tl.int64) * C * H  # of the chunk's first token
-    dtype = q.dtype.element_ty
-    v_V = tl.program_id(0) * BV + tl.arange(0, BV)
-    in_V = _inside_of(v_V, V, BV)
-    at = (bh * N + n) * K * V
-    prior_h = tl.load(prior + bh % H)
-    slot = tl.arange(0, S)
-    place_VS = slot[None, :] * (H * V) + v_V[:, None]
-    for j in range(0, tl.cdiv(tl.minimum(C, T - n * C), S)):
-        M_at, J_at = M_starts + at, J_starts + at
-        if j > 0:
-            M_at, J_at = M_block + at, J_block + at
-            _begin(
-                k + row * K, v + row * V, beta + row * V, log_decay + row, M_starts + at, J_starts + at, M_at, J_at, j * S, v_V, in_V,
-                H, K, V, C, WK, PRECISION,
-            )  # fmt: skip
-        first = row + j * S * H
-        in_S = slot < T - n * C - j * S
-        in_VS = in_V[:, None] & in_S[None, :]
-        D_ST, c_T = _inside(tl.load(log_decay + first + slot * H, mask=in_S, other=0.0))
-        D_KTS = _spread(D_ST, BK)
-        v_VS = tl.load(v + first * V + place_VS, mask=in_VS, other=0.0)
-        beta_VS = tl.load(beta + first * V + place_VS, mask=in_VS, other=0.0).to(dtype)
-        o_VT = tl.zeros([BV, S], tl.float32)
-        k_K = tl.arange(0, BK)
-        q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k_K, k_K < K, H, K, V)
-        for k0 in range(0, K, BK):
-            q_KT, k_KS, M0, J0 = q_1.to(tl.float32), k_1.to(tl.float32), M_1, J_1
-            k_K = k0 + BK + tl.arange(0, BK)  # the next ones, on their way meanwhile
-            q_1, k_1, M_1, J_1 = _keys(q + first * K, k + first * K, M_at, J_at, in_S, v_V, in_V, k_K, k_K < K, H, K, V)
-            W_KTS = D_KTS * k_KS[:, None, :]
-            M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_KS[:, None, :], M0, J0, c_T, prior_h, PRECISION)
-            o_VT += tl.sum(M * _reciprocal(I, INTERPRETED) * q_KT[None, :, :], 1)
-        tl.store(o + first * V + place_VS, (scale * o_VT).to(dtype), mask=in_VS)
-        tl.debug_barrier()  # M_block and J_block are read
+    row = (bh // H * T * H + bh % H + n.to(tl.int64) * C * H) * V  # of the chunk's first token
+    v_W = (tl.program_id(0) * W + tl.arange(0, W)[:, None]) * 32 + tl.arange(0, 32)[None, :]
+    in_W = v_W < V
+    lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
+    at = bh * N + n
+    gates += at * 4 * C
+    v_C, beta_C, o_C = (), (), ()
+    for t in tl.static_range(C):
+        in_T = in_W & (t < T - n * C)
+        over_c = tl.load(gates + t)
+        v_C = v_C + (over_c * tl.load(v + row + t * H * V + v_W, mask=in_T, other=0.0).to(tl.float32),)
+        beta_C = beta_C + (over_c * tl.load(beta + row + t * H * V + v_W, mask=in_T, other=0.0),)
+        o_C = o_C + (tl.zeros([W, 32], tl.float32),)
+    numbers += at * K * 2 * C
+    M_starts += at * K * V
+    J_starts += at * K * V
+    if tl.load(gates + 3 * C) > 0.0:
+        o_C = _outputs(numbers, gates, M_starts, J_starts, v_C, beta_C, o_C, v_W, in_W, lane, K, V, C, True, INTERPRETED)
+    else:
+        o_C = _outputs(numbers, gates, M_starts, J_starts, v_C, beta_C, o_C, v_W, in_W, lane, K, V, C, False, INTERPRETED)
+    for t in tl.static_range(C):
+        tl.store(o + row + t * H * V + v_W, (scale * o_C[t]).to(o.dtype.element_ty), mask=in_W & (t < T - n * C))
+
+
+@triton.jit
+def _fold(a, b, lane, BIT: tl.constexpr):
+    """Half of the sums of two: threads without BIT in their number get a's, those with it b's, over the two that differ in BIT."""
+    upper = (lane & BIT) != 0
+    return tl.where(upper, b, a) + tl.gather(tl.where(upper, a, b), lane ^ BIT, 1)
+
+
+@triton.jit
+def _add_rows(sums, a, b_0, b_1, INTERPRETED: tl.constexpr):
+    """Four registers summed over each four neighbouring threads by tensor cores (tf32), which also gather the sums of 16: thread 4 g + c
+    gets, over the threads 4 g to 4 g + 3, those of the four registers that were given with columns 2 c and 2 c + 1, in the order 0, 2, 1, 3.
+
+    To them a register is eight rows of four numbers, two lie beside two others, and b_0, b_1 say which columns of the product rows' sums are.
+    """
+    a = (a[0].to(tl.int32, bitcast=True), a[1].to(tl.int32, bitcast=True), a[2].to(tl.int32, bitcast=True), a[3].to(tl.int32, bitcast=True))
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b_0, b_1, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chosen(lane, COLUMN: tl.constexpr):
+    """The right operand of `_add_rows`: what it adds goes to this column."""
+    return tl.where((lane >> 2) == COLUMN, 1.0, 0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _block(
+    numbers, decays, priors, M_at, J_at, P, Q, shares, v_S, beta_S, do_S, place, in_W, key, lane, K: tl.constexpr, V: tl.constexpr,
+    S: tl.constexpr, KG: tl.constexpr, DEEP_BLOCK: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """dv, dbeta and dlog_decay of each token and dprior, as far as they are of this thread's value and keys. dq and dk go to shares.
+
+    EXACT: sums over values in float32, and dprior token by token. Else tf32, and dprior (times the prior) by difference: o stays as it is when
+    M, J and the prior grow alike, so what is in the states at the start and what is written make up for what is left in the end.
+    """
+    KEYS: tl.constexpr = (K + KG - 1) // KG
+    zero = tl.zeros(in_W.shape, tl.float32)
+    dv_S, dbeta_S, dlog_decay_S = (), (), ()
+    for _ in tl.static_range(S):
+        dv_S, dbeta_S, dlog_decay_S = dv_S + (zero,), dbeta_S + (zero,), dlog_decay_S + (zero,)
+    dprior = zero
+    c_end = _of(priors, S + 1)
+    in_K = _inside_of(key, K, KG * KEYS)
+    inside = in_W & in_K
+    M_next, J_next = tl.load(M_at + place, mask=inside, other=0.0), tl.load(J_at + place, mask=inside, other=0.0)
+    P_next, Q_next = tl.load(P + place, mask=inside, other=0.0), tl.load(Q + place, mask=inside, other=0.0)
+    numbers_next = tl.load(numbers + key * 2 * S + lane, mask=in_K, other=0.0)
+    for i in range(0, KEYS):
+        here, kq = inside, numbers_next
+        M, J, P_e, Q_e = M_next, J_next, c_end * P_next, c_end * Q_next
+        in_K = (i < KEYS - 1) & _inside_of(key + 1, K, KG * KEYS)
+        inside = in_W & in_K
+        M_next, J_next = tl.load(M_at + place + V, mask=inside, other=0.0), tl.load(J_at + place + V, mask=inside, other=0.0)
+        P_next, Q_next = tl.load(P + place + V, mask=inside, other=0.0), tl.load(Q + place + V, mask=inside, other=0.0)
+        numbers_next = tl.load(numbers + (key + 1) * 2 * S + lane, mask=in_K, other=0.0)
+        M_S, J_S = (M,), (J,)
+        for t in tl.static_range(S):
+            if DEEP_BLOCK:
+                decay_t = _of(decays, S + t)
+                M, J = _decayed(M, decay_t), _decayed(J, decay_t)
+            k_t = _of(kq, t)
+            M += k_t * v_S[t]
+            J += k_t * k_t * beta_S[t]
+            M_S, J_S = M_S + (M,), J_S + (J,)
+        if not EXACT:
+            dprior += M * P_e + J * Q_e
+        dv_new, dbeta_new, dlog_decay_new = (), (), ()
+        dq_S, dk_S = (), ()
+        dq_sum, dk_sum = (zero, zero, zero, zero), (zero, zero, zero, zero)
+        for back in tl.static_range(4, S + 1, 4):
+            dq_4, dk_4 = (), ()
+            for u in tl.static_range(1, 5):
+                k_t, q_t = _of(kq, S - back + 4 - u), _of(kq, 2 * S - back + 4 - u)
+                r = _reciprocal(J_S[S - back + 5 - u] + _of(priors, S - back + 4 - u), INTERPRETED)
+                X = M_S[S - back + 5 - u] * r
+                L = do_S[S - back + 4 - u] * r
+                Z = L * X
+                P_e += q_t * L
+                Q_e -= q_t * Z
+                if EXACT:
+                    dprior -= _of(decays, S - back + 4 - u) * q_t * Z
+                kQ = k_t * Q_e
+                dv_new = (dv_S[S - back + 4 - u] + k_t * P_e,) + dv_new
+                dbeta_new = (dbeta_S[S - back + 4 - u] + k_t * kQ,) + dbeta_new
+                dq_4, dk_4 = (
+                    (X * do_S[S - back + 4 - u],) + dq_4,
+                    (P_e * v_S[S - back + 4 - u] + (2.0 * kQ) * beta_S[S - back + 4 - u],) + dk_4,
+                )
+                if DEEP_BLOCK:
+                    decay_t = _of(decays, 2 * S - back + 4 - u)
+                    P_e, Q_e = _decayed(P_e, decay_t), _decayed(Q_e, decay_t)
+                dlog_decay_new = (
+                    (dlog_decay_S[S - back + 4 - u] + M_S[S - back + 4 - u] * P_e) + J_S[S - back + 4 - u] * Q_e,
+                ) + dlog_decay_new
+            if not EXACT:
+                dq_sum = _add_rows(dq_sum, dq_4, _chosen(lane, (S - back) // 2), _chosen(lane, (S - back) // 2 + 1), INTERPRETED)
+                dk_sum = _add_rows(dk_sum, dk_4, _chosen(lane, (S - back) // 2), _chosen(lane, (S - back) // 2 + 1), INTERPRETED)
+            else:
+                dq_S, dk_S = dq_4 + dq_S, dk_4 + dk_S
+        dv_S, dbeta_S, dlog_decay_S = dv_new, dbeta_new, dlog_decay_new
+        tl.store(P + place, P_e, mask=here)
+        tl.store(Q + place, Q_e, mask=here)
+        if not EXACT:
+            folded = ()
+            for j in tl.static_range(4):
+                folded = folded + (_fold(dq_sum[j], dk_sum[j], lane, 16),)
+            total = _fold(_fold(folded[0], folded[1], lane, 8), _fold(folded[2], folded[3], lane, 8), lane, 4)
+        else:
+            folded = ()
+            for j in tl.static_range(S):
+                folded = folded + (_fold(dq_S[j], dk_S[j], lane, 16),)
+            for level in tl.static_range(4):
+                again = ()
+                for j in tl.static_range(8 >> level):
+                    again = again + (_fold(folded[j], folded[j + (8 >> level)], lane, 8 >> level),)
+                folded = again
+            total = folded[0]
+        tl.store(shares + key * 2 * S + lane, total, mask=_inside_of(key, K, KG * KEYS))
+        place += V
+        key += 1
+    if not EXACT:
+        dprior -= dlog_decay_S[0]
+        for t in tl.static_range(S):
+            dprior -= v_S[t] * dv_S[t] + beta_S[t] * dbeta_S[t]
+    return dv_S, dbeta_S, dlog_decay_S, dprior
+
+
+@triton.jit
+def _stacked(x):
+    """[..., 16] of 16 tensors"""
+    a = tl.join(tl.join(tl.join(x[0], x[8]), tl.join(x[4], x[12])), tl.join(tl.join(x[2], x[10]), tl.join(x[6], x[14])))
+    b = tl.join(tl.join(tl.join(x[1], x[9]), tl.join(x[5], x[13])), tl.join(tl.join(x[3], x[11]), tl.join(x[7], x[15])))
+    return tl.reshape(tl.join(a, b), [x[0].shape[0], x[0].shape[1], 16])  # a token's bits, the highest first
 
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
-    scale, T, N, BH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
-    WK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    numbers, gates, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, do, P, Q, shares, dv, dbeta, dlog_decay, dprior,
+    scale, T, N, BLOCKS, BH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
+    KG: tl.constexpr, WK: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """All gradients for one tile of values, whose share of dq, dk, dlog_decay [tiles, B, T, H, ...] and dprior [tiles, B, H] it writes.
+    """All gradients for 32 values, whose share of dq and dk, dlog_decay and dprior it writes.
 
+    shares [tiles, B H, BLOCKS, K, 32 sums of q and k], dlog_decay [tiles, B, T, H], dprior [tiles, B, H].
     P, Q [B, H, K, V]: gradients of the last state before, of the first one afterwards.
     """
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = bh // H * T * H + bh % H
-    share = tile.to(tl.int64) * (BH // H) * T * H
-    dtype = q.dtype.element_ty
-    v_V = tile * BV + tl.arange(0, BV)
-    in_V = _inside_of(v_V, V, BV)
+    dtype = k.dtype.element_ty
+    lane = tl.arange(0, 32)[None, :] + tl.zeros([KG, 32], tl.int32)
+    first_key = (K + KG - 1) // KG * tl.arange(0, KG)[:, None] + 0 * lane
+    v_W = tile * 32 + lane
+    in_W = _inside_of(v_W, V, 32)
+    v_V = tile * 32 + tl.arange(0, 32)
+    in_V = v_V < V
     P += bh * K * V
     Q += bh * K * V
     M_block += bh * K * V
     J_block += bh * K * V
-    prior_h = tl.load(prior + bh % H)
-    TOKENS: tl.constexpr = S - 1
-    slot = tl.arange(0, S)
-    is_end = slot == TOKENS
-    is_own = 2 * tl.arange(0, BK)[:, None, None] == slot[None, None, :]  # as `_wide` has it
-    place_VS = slot[None, :] * (H * V) + v_V[:, None]
-    dprior_h = 0.0
-    for back in range(0, tl.cdiv(T, TOKENS)):
-        t0 = (tl.cdiv(T, TOKENS) - 1 - back) * TOKENS
+    shares += (tile.to(tl.int64) * BH + bh) * BLOCKS * K * 2 * S
+    dprior_h = tl.zeros([KG, 32], tl.float32)
+    for back in range(0, BLOCKS):
+        block = BLOCKS - 1 - back
+        t0 = block * S
         n = t0 // C
         rows_C, rows_S = row + (n * C).to(tl.int64) * H, row + t0.to(tl.int64) * H  # of the chunk's and of the block's first token
-        at = (bh * N + n) * K * V
-        _begin(
-            k + rows_C * K, v + rows_C * V, beta + rows_C * V, log_decay + rows_C, M_starts + at, J_starts + at, M_block, J_block,
-            t0 - n * C, v_V, in_V, H, K, V, C, WK, PRECISION,
-        )  # fmt: skip
-        in_S = (slot < T - t0) & (slot < TOKENS)
-        D_ST, c_T = _inside(tl.load(log_decay + rows_S + slot * H, mask=in_S, other=0.0))
-        D_KTS = _spread(D_ST, BK)
-        in_VS = in_V[:, None] & in_S[None, :]
-        v_VS = tl.load(v + rows_S * V + place_VS, mask=in_VS, other=0.0)
-        # the end's slot writes nothing (its k is 0), so its beta is free: with 1 there, O sums Z over the values, as dprior needs
-        beta_VS = tl.where(is_end[None, :], 1.0, tl.load(beta + rows_S * V + place_VS, mask=in_VS, other=0.0)).to(dtype)
-        do_VT = scale * tl.load(do + rows_S * V + place_VS, mask=in_VS, other=0.0).to(tl.float32)
-        dv_VS, dbeta_VS = tl.zeros([BV, S], tl.float32), tl.zeros([BV, S], tl.float32)
-        G_KTS, g_KT = tl.zeros([BK, S, S], tl.float32), tl.zeros([BK, S], tl.float32)
-        for k0 in range(0, K, BK):
-            k_K = k0 + tl.arange(0, BK)
-            in_K = _inside_of(k_K, K, BK)
-            place_VK, in_VK = k_K[None, :] * V + v_V[:, None], in_V[:, None] & in_K[None, :]
-            P_VK = tl.load(P + place_VK, mask=in_VK, other=0.0)
-            Q_VK = tl.load(Q + place_VK, mask=in_VK, other=0.0)
-            q_KT, k_KS, M0, J0 = _keys(q + rows_S * K, k + rows_S * K, M_block, J_block, in_S, v_V, in_V, k_K, in_K, H, K, V)
-            q_KT, k_KS = tl.where(is_end[None, :], 1.0, q_KT.to(tl.float32)), k_KS.to(tl.float32)
-            k_K1S, q_KT1 = k_KS[:, None, :], q_KT[:, :, None]
-            W_KTS = D_KTS * k_K1S
-            M, I = _importance(v_VS, beta_VS, W_KTS, W_KTS * k_K1S, M0, J0, c_T, prior_h, PRECISION)
-
-            r = _reciprocal(I, INTERPRETED)
-            X = M * r
-            L = do_VT[:, None, :] * r
-            Z = -X * L
-            L = tl.reshape(tl.where(is_end[None, None, :], P_VK[:, :, None], L).to(dtype), [BV, BK * S])
-            Z = tl.reshape(tl.where(is_end[None, None, :], Q_VK[:, :, None], Z).to(dtype), [BV, BK * S])
-
-            qW_KTS = q_KT1 * W_KTS
-            dv_VS = tl.dot(L, tl.reshape(qW_KTS.to(dtype), [BK * S, S]), dv_VS, input_precision=PRECISION)
-            dbeta_VS = tl.dot(Z, tl.reshape((qW_KTS * k_K1S).to(dtype), [BK * S, S]), dbeta_VS, input_precision=PRECISION)
-            to_start = tl.where(is_own, (c_T[None, :] * q_KT)[:, :, None], 0.0 * qW_KTS)
-            to_start = tl.reshape(to_start.to(dtype), [BK * S, S])
-            tl.store(P + place_VK, _narrow(tl.dot(L, to_start, input_precision=PRECISION), BK), mask=in_VK)
-            tl.store(Q + place_VK, _narrow(tl.dot(Z, to_start, input_precision=PRECISION), BK), mask=in_VK)
-
-            L_TV, Z_TV = tl.trans(L), tl.trans(Z)
-            N_KTS = tl.reshape(tl.dot(L_TV, v_VS, input_precision=PRECISION), [BK, S, S])
-            O_KTS = tl.reshape(tl.dot(Z_TV, beta_VS, input_precision=PRECISION), [BK, S, S])
-            NM_KTS = tl.reshape(tl.dot(L_TV, _wide(M0.to(dtype), S), input_precision=PRECISION), [BK, S, S])
-            OJ_KTS = tl.reshape(tl.dot(Z_TV, _wide(J0.to(dtype), S), input_precision=PRECISION), [BK, S, S])
-            NM_KT = c_T[None, :] * tl.sum(tl.where(is_own, NM_KTS, 0.0), 2)
-            g_KT += q_KT * (NM_KT + c_T[None, :] * tl.sum(tl.where(is_own, OJ_KTS, 0.0), 2))
-            kO_KTS = k_K1S * O_KTS
-            G_KTS += tl.where(is_end[None, None, :], q_KT1 * O_KTS, qW_KTS * (N_KTS + kO_KTS))
-            dq_KT = tl.sum(W_KTS * N_KTS, 2) + NM_KT
-            dk_KS = tl.sum(D_KTS * q_KT1 * (N_KTS + 2.0 * kO_KTS), 1)
-            place_KS, in_KS = slot[None, :] * (H * K) + k_K[:, None], in_S[None, :] & in_K[:, None]
-            tl.store(dq + (share + rows_S) * K + place_KS, dq_KT, mask=in_KS)
-            tl.store(dk + (share + rows_S) * K + place_KS, dk_KS, mask=in_KS)
-        tl.store(dv + rows_S * V + place_VS, dv_VS.to(dtype), mask=in_VS)
-        tl.store(dbeta + rows_S * V + place_VS, dbeta_VS, mask=in_VS)
-        G_TS, g_T = tl.sum(G_KTS, 0), tl.sum(g_KT, 0)
-        dprior_h += tl.sum(tl.where(is_end[None, :] & (slot[:, None] < TOKENS), G_TS, 0.0))
-        # token s + 1 is in the decay from each token up to s, and from the block's start, to each slot behind s
-        behind = tl.where(slot[:, None] > slot[None, :], tl.cumsum(tl.where(is_end[None, :], 0.0, G_TS), 1) + g_T[:, None], 0.0)
-        place_T = share + rows_S + slot * H
-        tl.store(dlog_decay + place_T + H, tl.sum(behind, 0), mask=(slot < T - t0 - 1) & (slot < TOKENS - 1))
-        tl.store(dlog_decay + place_T, tl.sum(g_T, 0), mask=slot == 0)
-        tl.debug_barrier()  # P and Q, before other threads read them
+        M_at, J_at = M_starts + (bh * N + n) * K * V, J_starts + (bh * N + n) * K * V
+        if t0 > n * C:
+            _begin(
+                k + rows_C * K, v + rows_C * V, beta + rows_C * V, log_decay + rows_C, M_at, J_at, M_block, J_block,
+                t0 - n * C, v_V, in_V, H, K, V, C, WK, PRECISION,
+            )  # fmt: skip
+            M_at, J_at = M_block, J_block
+        gate = gates + (bh * BLOCKS + block) * 4 * S
+        decays, priors = tl.load(gate + lane), tl.load(gate + 2 * S + lane)  # (1 / c, decay) and (prior / c, rest)
+        v_S, beta_S, do_S = (), (), ()
+        for t in tl.static_range(S):
+            place, in_T = rows_S * V + t * H * V + v_W, in_W & (t < T - t0)
+            over_c_t = _of(decays, t)
+            v_S = v_S + (over_c_t * tl.load(v + place, mask=in_T, other=0.0).to(tl.float32),)
+            beta_S = beta_S + (over_c_t * tl.load(beta + place, mask=in_T, other=0.0),)
+            do_S = do_S + (scale * tl.load(do + place, mask=in_T, other=0.0).to(tl.float32),)
+        block_numbers, block_shares = numbers + (bh * BLOCKS + block) * K * 2 * S, shares + block * K * 2 * S
+        place = first_key * V + v_W
+        if tl.load(gate + 3 * S) > 0.0:
+            dv_S, dbeta_S, dlog_decay_S, dprior_block = _block(
+                block_numbers, decays, priors, M_at, J_at, P, Q, block_shares, v_S, beta_S, do_S, place, in_W, first_key, lane,
+                K, V, S, KG, True, EXACT, INTERPRETED,
+            )  # fmt: skip
+        else:
+            dv_S, dbeta_S, dlog_decay_S, dprior_block = _block(
+                block_numbers, decays, priors, M_at, J_at, P, Q, block_shares, v_S, beta_S, do_S, place, in_W, first_key, lane,
+                K, V, S, KG, False, EXACT, INTERPRETED,
+            )  # fmt: skip
+        dprior_h += dprior_block
+        slot = tl.arange(0, S)
+        over_c_S = tl.load(gate + slot)
+        place_VS = rows_S * V + v_V[:, None] + slot[None, :] * (H * V)
+        in_VS = in_V[:, None] & (slot[None, :] < T - t0)
+        dv_VS = over_c_S[None, :] * tl.sum(_stacked(dv_S), 0)
+        dbeta_VS = over_c_S[None, :] * tl.sum(_stacked(dbeta_S), 0)
+        tl.store(dv + place_VS, dv_VS.to(dtype), mask=in_VS)
+        tl.store(dbeta + place_VS, dbeta_VS, mask=in_VS)
+        dlog_decay_T = tl.sum(tl.sum(_stacked(dlog_decay_S), 1), 0)
+        tl.store(dlog_decay + tile.to(tl.int64) * (BH // H) * T * H + rows_S + slot * H, dlog_decay_T, mask=slot < T - t0)
+        tl.debug_barrier()  # M_block and J_block are read
+    dprior_h = tl.sum(tl.sum(dprior_h, 1), 0)
+    if not EXACT:
+        dprior_h /= tl.load(prior + bh % H)
     tl.store(dprior + tile * BH + bh, dprior_h)
+
+
+@triton.jit
+def gather_kernel(
+    shares, dq, dk, T, BLOCKS, BH, TILES, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dq, dk [B, T, H, K] of one block: the tiles' shares added."""
+    block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, k_K = tl.arange(0, S), tl.arange(0, BK)
+    in_K = (k_K < K)[:, None]
+    thread = slot if EXACT else 8 * (slot >> 1 & 1) + 4 * (slot & 1) + (slot >> 2)  # that has its dq, and + 16 its dk
+    dq_KS, dk_KS = tl.zeros([BK, S], tl.float32), tl.zeros([BK, S], tl.float32)
+    for tile in range(0, TILES):
+        at = shares + ((tile * BH + bh) * BLOCKS + block) * K * 2 * S + k_K[:, None] * 2 * S + thread[None, :]
+        dq_KS += tl.load(at, mask=in_K, other=0.0)
+        dk_KS += tl.load(at + S, mask=in_K, other=0.0)
+    row_S = bh // H * T * H + bh % H + (block * S + slot).to(tl.int64) * H
+    place_KS, in_KS = row_S[None, :] * K + k_K[:, None], (block * S + slot < T)[None, :] & in_K
+    tl.store(dq + place_KS, dq_KS.to(dq.dtype.element_ty), mask=in_KS)
+    tl.store(dk + place_KS, dk_KS.to(dk.dtype.element_ty), mask=in_KS)
 
 
 def palimpsa(q, k, v, beta, log_decay, prior, *, scale=1.0, state=None, segments=None) -> tuple[torch.Tensor, State]:
@@ -351,20 +491,20 @@ def palimpsa(q, k, v, beta, log_decay, prior, *, scale=1.0, state=None, segments
 
 def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
     q, k, v, beta, log_decay, prior, M, J = (x.contiguous() for x in (q, k, v, beta, log_decay, prior, M, J))
-    B, T, H, K, V, N, BV = _sizes(q, v)
+    B, T, H, K, V, N = _sizes(q, v)
     M_starts, J_starts = (M.new_empty((B, H, N, K, V)) for _ in range(2))
     o, M_last, J_last = torch.empty_like(v), torch.empty_like(M), torch.empty_like(J)
-    precision = launch.dot_precision(q.dtype)
-    wide, keys = min(32, _power(K)), KEYS[q.dtype][0]
+    wide, BV = min(32, _power(K)), min(64, _power(V))
     launch.launch(
         starts_kernel, (launch.divide_up(V, BV), launch.divide_up(K, wide), B * H),
-        k, v, beta, log_decay, M, J, M_starts, J_starts, M_last, J_last, T, H, K, V, N, C=C, BK=wide, BV=BV, PRECISION=precision,
+        k, v, beta, log_decay, M, J, M_starts, J_starts, M_last, J_last, T, H, K, V, N,
+        C=C, BK=wide, BV=BV, PRECISION=launch.dot_precision(q.dtype),
     )  # fmt: skip
-    M_block, J_block = torch.empty_like(M_starts), torch.empty_like(J_starts)
+    warps = 2 if V > 32 else 1
     launch.launch(
-        outputs_kernel, (launch.divide_up(V, BV), N, B * H),
-        q, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, o, scale, T, N,
-        H=H, K=K, V=V, C=C, S=S, BK=keys, WK=wide, BV=BV, PRECISION=precision, INTERPRETED=launch.INTERPRETED, stages=1,
+        outputs_kernel, (launch.divide_up(V, 32 * warps), N, B * H),
+        *_spread(q, k, log_decay, prior, C), v, beta, M_starts, J_starts, o, scale, T, N,
+        H=H, K=K, V=V, C=C, W=warps, INTERPRETED=launch.INTERPRETED, warps=warps, registers=168,
     )  # fmt: skip
     return (o, M_last, J_last), (M_starts, J_starts)
 
@@ -372,27 +512,38 @@ def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
 def backward(inputs, residuals, gradients, *, scale):
     q, k, v, beta, log_decay, prior, *_ = (x.contiguous() for x in inputs)
     do, P, Q = gradients[0].contiguous(), *(torch.empty_like(x).copy_(x) for x in gradients[1:])
-    B, T, H, K, V, N, BV = _sizes(q, v)
-    tiles = launch.divide_up(V, BV)
-    shares = lambda *shape: P.new_empty((tiles, B, *shape))  # noqa: E731
-    dq, dk, dlog_decay, dprior = shares(T, H, K), shares(T, H, K), shares(T, H), shares(H)
-    dv, dbeta, M_block, J_block = (torch.empty_like(x) for x in (v, beta, P, Q))
+    B, T, H, K, V, N = _sizes(q, v)
+    exact = q.dtype != torch.bfloat16
+    tiles, blocks = launch.divide_up(V, 32), launch.divide_up(T, S)
+    shares, dlog_decay, dprior = P.new_empty((tiles, B * H, blocks, K, 2, S)), P.new_empty((tiles, B, T, H)), P.new_empty((tiles, B, H))
+    dq, dk, dv, dbeta, M_block, J_block = (torch.empty_like(x) for x in (q, k, v, beta, P, Q))
     launch.launch(
         gradients_kernel, (tiles, B * H),
-        q, k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, dq, dk, dv, dbeta, dlog_decay, dprior,
-        scale, T, N, B * H, H=H, K=K, V=V, C=C, S=S, BK=KEYS[q.dtype][1], WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)),
-        BV=BV, PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, stages=1,
+        *_spread(q, k, log_decay, prior, S), k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, shares, dv, dbeta,
+        dlog_decay, dprior, scale, T, N, blocks, B * H, H=H, K=K, V=V, C=C, S=S, KG=WARPS,
+        WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)), PRECISION=launch.dot_precision(q.dtype),
+        EXACT=exact, INTERPRETED=launch.INTERPRETED, warps=WARPS, stages=1,
     )  # fmt: skip
-    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
+    launch.launch(gather_kernel, (blocks, B * H), shares, dq, dk, T, blocks, B * H, tiles, H=H, K=K, S=S, BK=_power(K), EXACT=exact)
+    return dq, dk, dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
 
 
 differentiable = arrays.custom_gradient(forward, backward, outputs=3)
 
 
-def _sizes(q, v) -> tuple[int, ...]:
-    """B, T, H, K, V, chunks, and values of a tile"""
+def _spread(q, k, log_decay, prior, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """numbers, gates: see `spread_kernel`."""
     B, T, H, K = q.shape
-    return B, T, H, K, v.shape[-1], launch.divide_up(T, C), min(64, _power(v.shape[-1]))
+    blocks = launch.divide_up(T, tokens)
+    numbers, gates = (prior.new_empty((B * H, blocks, *shape, tokens)) for shape in ((K, 2), (4,)))
+    launch.launch(spread_kernel, (blocks, B * H), q, k, log_decay, prior, numbers, gates, T, blocks, H=H, K=K, S=tokens, BK=_power(K))
+    return numbers, gates
+
+
+def _sizes(q, v) -> tuple[int, ...]:
+    """B, T, H, K, V, chunks"""
+    B, T, H, K = q.shape
+    return B, T, H, K, v.shape[-1], launch.divide_up(T, C)
 
 
 def _power(n: int) -> int:

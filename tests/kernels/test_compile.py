@@ -34,6 +34,8 @@ STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float
     ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "ends"): {"bfloat16": 256, "float32": 1024},
     ("kernels.mesa.inside", "gradients"): {"bfloat16": 384, "float32": 8192},
+    # A block's values, gradients and states fill the registers; what is spilled is not of the loop over keys.
+    ("kernels.palimpsa.triton", "gradients_kernel"): {"bfloat16": 64, "float32": 1024},
 }
 SIZES = {"mesanet": (1, 2048, 2, 128, 128)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}  # fmt: skip
@@ -63,7 +65,8 @@ def source(seen: launch.Launch) -> ASTSource:
 def resources(seen: launch.Launch, folder: Path) -> dict[str, int]:
     """registers a thread, stack bytes a thread (spills), shared bytes a block"""
     launch.choose_assembler()
-    compiled = triton.compile(source(seen), target=HOPPER, options={"num_warps": seen.warps, "num_stages": seen.stages})
+    options = {"num_warps": seen.warps, "num_stages": seen.stages, "maxnreg": seen.registers}
+    compiled = triton.compile(source(seen), target=HOPPER, options=options)
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
