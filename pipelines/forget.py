@@ -6,15 +6,11 @@ import shutil
 from pathlib import Path
 
 from pipelines import workspace
-from pipelines.cells import specs, version_table
-from pipelines.mistakes import nearest
 from pipelines.params import cells
-from pipelines.reading import load
 from pipelines.resolve import context, roles
-from pipelines.run import root_of, store_of
+from pipelines.run import root_of
 from pipelines.store import Busy
-
-SHORTEST_KEY = 6
+from pipelines.upkeep import chosen, open_study
 
 
 def forget(folder: Path, names: list[str]) -> list[str]:
@@ -22,22 +18,10 @@ def forget(folder: Path, names: list[str]) -> list[str]:
 
     ValueError for a name that is nothing of the study's, before anything is removed.
     """
-    params = load(folder)
-    study, store = specs(params, version_table()), store_of(context(params), folder)
-    chosen: list[tuple[str, str]] = []
-    for name in names:
-        found = [
-            (stage, cell)
-            for (stage, cell), spec in study.items()
-            if name in (stage, cell, f"{stage}/{cell}") or (len(name) >= SHORTEST_KEY and spec.key.startswith(name))
-        ]
-        if not found:
-            raise ValueError(
-                f"{name!r} is no cell, source, stage or key of this study; {nearest(name, sorted({cell for _, cell in study}))}"
-            )
-        chosen += found
+    params, study, store = open_study(folder)
+    named = chosen(study, names)
     lines = []
-    for stage, cell in dict.fromkeys(chosen):
+    for stage, cell in named:
         key = study[stage, cell].key
         try:
             removed = store.forget(key)
@@ -48,7 +32,7 @@ def forget(folder: Path, names: list[str]) -> list[str]:
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         lines.append(f"{stage} {cell}: {'forgotten' if removed else 'was not in the store'} ({key[:12]}); `dvc repro` makes it again")
     groups = {cell.name: cell.group for cell in cells(params)}
-    _from_dvc(folder, root_of(context(params), folder), [workspace.dvc_stage(stage, cell, groups.get(cell)) for stage, cell in chosen])
+    _from_dvc(folder, root_of(context(params), folder), [workspace.dvc_stage(stage, cell, groups.get(cell)) for stage, cell in named])
     return lines
 
 

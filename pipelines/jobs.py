@@ -17,7 +17,7 @@ from typing import Any
 from pipelines.board import Board
 from pipelines.code import Code
 from pipelines.head import Address, caller, identity, runs
-from pipelines.objects import normal
+from pipelines.objects import is_url, normal
 from pipelines.progress import Follower, Progress
 from pipelines.store import open_store
 from pipelines.work import Outcome, Request
@@ -115,7 +115,8 @@ class _Asking:
             self.post.see_to_driver()
             self.follower.look()
             self._say_that_it_waits(time.monotonic() - began)
-            time.sleep(min(LONGEST_POLL_SECONDS, POLL_SECONDS + (time.monotonic() - began) / 100))
+            often = LONGEST_POLL_SECONDS if is_url(self.request.store) else POLL_SECONDS  # each look at a bucket costs
+            time.sleep(min(LONGEST_POLL_SECONDS, often + (time.monotonic() - began) / 100))
         return self._stop(caught) if self.address.local else self._detach()
 
     def _made_by_others(self) -> Outcome | None:

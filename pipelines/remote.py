@@ -79,6 +79,7 @@ class RemoteStore(Store):
         self._units: tuple[float, set[str]] | None = None
         self._attempts_seen: dict[str, dict[int, dict[str, Entry]]] | None = None
         self._clock: tuple[float, float] | None = None
+        self._newest: dict[str, tuple[float, int]] = {}
         self._tokens: dict[str, dict[str, Any]] = {}  # the records of what is published, as far as they were read
 
     @cached_property
@@ -121,7 +122,7 @@ class RemoteStore(Store):
         for name, entry in self.bucket.list("attempts").items():
             _, key, number, file = name.split("/", 3)
             seen.setdefault(key, {}).setdefault(int(number), {})[file] = entry
-        self._attempts_seen = seen
+        self._attempts_seen = {key: _leased(numbers) for key, numbers in seen.items()}
         try:
             yield
         finally:
@@ -287,7 +288,7 @@ class RemoteStore(Store):
         for name, entry in self.bucket.list(f"attempts/{key}").items():
             _, _, number, file = name.split("/", 3)
             found.setdefault(int(number), {})[file] = entry
-        return {number: files for number, files in found.items() if "lease" in files}
+        return _leased(found)
 
     def attempts(self, key: str) -> list[Path]:
         """Folders with what the attempts at this key show of themselves, newest first; of the newest it is brought up to date."""
@@ -299,7 +300,11 @@ class RemoteStore(Store):
         return folders
 
     def newest(self, key: str) -> int:
-        return max(self._attempts(key), default=0)
+        """As it was a moment ago: a driver asks this of everything that runs, many times a second."""
+        now = time.monotonic()
+        if key not in self._newest or now - self._newest[key][0] > LOOK_SECONDS:
+            self._newest[key] = now, max(self._attempts(key), default=0)
+        return self._newest[key][1]
 
     def _mirror(self, key: str, number: int, entries: dict[str, Entry], folder: Path) -> None:
         marks = folder / ".marks"
@@ -396,9 +401,10 @@ class RemoteStore(Store):
         return self._clock[1] + time.monotonic() - self._clock[0]
 
     def ask_to_stop(self, key: str) -> bool:
-        if self.alive(key) is None:
+        attempt = self.alive(key)
+        if attempt is None:
             return False
-        self.bucket.write(f"attempts/{key}/{self.newest(key)}/stop", b"")
+        self.bucket.write(f"attempts/{key}/{attempt.name}/stop", b"")
         return True
 
     def tidy(self, key: str, number: int) -> None:
@@ -640,6 +646,11 @@ class RemoteLease(Lease):
 
 
 _NOT_PUBLISHED = {CHECKPOINTS, *GROWING, "heartbeat", "outcome.json", "stop", "history.jsonl", "profile"}
+
+
+def _leased(attempts: dict[int, dict[str, Entry]]) -> dict[int, dict[str, Entry]]:
+    """Those that were begun; what a silent worker wrote of one that was forgotten is none."""
+    return {number: files for number, files in attempts.items() if "lease" in files}
 
 
 def _working(name: str) -> bool:
