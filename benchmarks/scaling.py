@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,17 @@ def _measure(part: str, options: argparse.Namespace, folder: Path) -> list[dict[
     from benchmarks.scale import driver, study
 
     if part == "study":
-        return [study.measure(folder / str(cells), cells) for cells in options.cells]
+        return [_told(study.measure(folder / str(cells), cells)) for cells in options.cells]
     if part == "driver":
-        return [driver.simulated(folder / str(cells), cells, options.nodes) for cells in options.cells]
+        return [_told(driver.simulated(folder / str(cells), cells, options.nodes)) for cells in options.cells]
     return [driver.real(folder / "workers", options.workers)]
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, shown at once: the next takes longer."""
+    print(
+        ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()),
+        file=sys.stderr,
+        flush=True,
+    )
+    return row
