@@ -308,42 +308,57 @@ def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> 
 
 
 def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
-    """NLL by position less the baseline's at the training length: a figure per scale and budget, a panel per set."""
+    """NLL by position less the baseline's at the training length: the headline set with a panel per scale and budget, where there are several (MesaNet,
+    Figures 10 and 11), then a figure for each of these, a panel per set."""
     rows = _of(tables["positions"], length=study.length)
+    if not rows:
+        return
+    name = look.labels[study.parameters.baseline]
+    said = f"minus the {name}’s at length {style.binary(study.length)}. Below zero is better than the {name}; bands are 95 % bootstrap intervals over sequences."
+    text = study.headline[0] if study.headline else None
+    places, columns = _places(study, _of(rows, set=text))
+    if len(places) > 1:
+        figure, axes = _panels([style.place(*place) for place in places], keys=len(look.labels), columns=columns)
+        for ax, place in zip(axes, places, strict=True):
+            _by_position(ax, _of(rows, set=text, scale=place[0], budget=place[1]), _lines(study, place), name, study, look)
+        _finish(figure, axes, [])
+        yield "positions", figure, f"NLL by position on {text} {said}"
     for place in study.places:
-        those = [row for row in rows if (row["scale"], row["budget"]) == place]
+        those = _of(rows, scale=place[0], budget=place[1])
         sets = list(dict.fromkeys(row["set"] for row in those))
         if not sets:
             continue
         cells = _lines(study, place)
         figure, axes = _panels(sets, keys=len(cells))
-        name = look.labels[study.parameters.baseline]
         ends: list[tuple[float, str, str]] = []
         for ax, text in zip(axes, sets, strict=True):
-            ends = [(0.0, name, look.colours[study.parameters.baseline])]
-            _zero(ax, look.colours[study.parameters.baseline], name)
-            for cell in cells:
-                if not (curve := _of(those, set=text, cell=cell.cell)):
-                    continue
-                x, colour = _column(curve, "position"), look.colours[cell.model]
-                ax.fill_between(x, _column(curve, "low"), _column(curve, "high"), color=colour, alpha=0.12, linewidth=0)
-                y = _column(curve, "difference")
-                ax.plot(x, y, color=colour, linestyle=look.dashes[cell.model], label=look.labels[cell.model])
-                ends.append((y[-1], look.labels[cell.model], colour))
-            middle = _column([row for row in those if row["set"] == text and row["position"] >= 4] or those, "difference")
-            reach = 1.35 * max(0.01, float(np.nanquantile(np.abs(middle), 0.97)))
-            ax.set_ylim(-reach, reach)
-            _log2(ax, 1, max(row["last"] for row in those if row["set"] == text))
-            ax.yaxis.set_major_locator(MaxNLocator(5))
-            ax.set_xlabel("position in the sequence")
-            if ax.get_subplotspec().is_first_col():
-                ax.set_ylabel(f"NLL − {name} (nats)")
+            ends = _by_position(ax, _of(those, set=text), cells, name, study, look)
         _finish(figure, axes, ends)
-        yield (
-            f"positions{_slug(place, study)}",
-            figure,
-            f"NLL by position minus the {name}’s at length {style.binary(study.length)}. Below zero is better than the {name}; bands are 95 % bootstrap intervals over sequences.",
-        )
+        where = f" at {style.place(*place)}" if len(study.places) > 1 else ""
+        yield f"positions{_slug(place, study)}", figure, f"NLL by position{where} {said}"
+
+
+def _by_position(ax: Axes, rows: list[Row], cells: list[Any], name: str, study: Study, look: Style) -> list[tuple[float, str, str]]:
+    """A panel of differences by position, of one set, scale and budget. Returns the lines' ends."""
+    ends = [(0.0, name, look.colours[study.parameters.baseline])]
+    _zero(ax, look.colours[study.parameters.baseline], name)
+    for cell in cells:
+        if not (curve := _of(rows, cell=cell.cell)):
+            continue
+        x, colour = _column(curve, "position"), look.colours[cell.model]
+        ax.fill_between(x, _column(curve, "low"), _column(curve, "high"), color=colour, alpha=0.12, linewidth=0)
+        y = _column(curve, "difference")
+        ax.plot(x, y, color=colour, linestyle=look.dashes[cell.model], label=look.labels[cell.model])
+        ends.append((y[-1], look.labels[cell.model], colour))
+    middle = _column([row for row in rows if row["position"] >= 4] or rows, "difference")
+    reach = 1.35 * max(0.01, float(np.nanquantile(np.abs(middle), 0.97)))
+    ax.set_ylim(-reach, reach)
+    _log2(ax, 1, max(row["last"] for row in rows))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.set_xlabel("position in the sequence")
+    if ax.get_subplotspec().is_first_col():
+        ax.set_ylabel(f"NLL − {name} (nats)")
+    return ends
 
 
 def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tuple[str, Figure, str]]:
@@ -447,6 +462,8 @@ def training_inside(study: Study, tables: dict[str, list[Row]], look: Style) -> 
                 ax.set_yscale("log")
                 ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
                 ax.yaxis.set_minor_locator(NullLocator())
+            elif max(values) - min(values) < 1e-2 * abs(max(values)):  # constant: rounding is nothing to look at
+                ax.set_ylim(*sorted((0.9 * max(values), 1.1 * max(values))))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.set_xlim(0, max(row["tokens"] for row in those))
             ax.xaxis.set_major_locator(MaxNLocator(5))

@@ -317,8 +317,12 @@ PALIMPSA = {
 
 def inside(page: Page) -> list[str]:
     """What layers do inside: while they are trained, and the heads of trained ones."""
+    drawn = [name for name in page.drawn if name.startswith("training_inside")]
+    costliest = max(page.compared, key=lambda row: row["flops"])
+    drawn.sort(key=lambda name: not name.endswith(f"-{costliest['scale']}-{costliest['budget']}"))
     parts = [
-        *(page.figure(name) for name in page.drawn if name.startswith("training_inside")),
+        *map(page.figure, drawn[:1]),
+        *_folded(page, "In training: other scales and budgets", [page.figure(name) for name in drawn[1:]]),
         *_heads(page, "internals", "Mesa’s heads", MESA),
         *_heads(page, "memory", "Palimpsa’s memory", PALIMPSA),
     ]
