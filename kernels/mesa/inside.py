@@ -18,6 +18,8 @@ def times(a, b, sum, MODE: tl.constexpr):
     """sum + a b for a in float32 or bfloat16, b exact."""
     if MODE == "exact":
         return product(a, b, None, sum, "exact")
+    elif MODE == "half":
+        return tl.dot(a, b, sum)
     else:
         high = a.to(tl.bfloat16)
         return tl.dot(low_part(a, high), b, tl.dot(high, b, sum))
@@ -33,11 +35,83 @@ def once(a, b, sum, MODE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def gradients(
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, hard, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
+    MODE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head. dhigh, dlow [M, K, X], dthrough [M, TILES, BK], HEADS: of `walks.ends`; since [B, T, H]: of `solve.check`."""
+    if HEADS == "all":
+        _gradients(
+            x,
+            back,
+            do,
+            k,
+            v,
+            beta,
+            sums,
+            tags,
+            firsts,
+            dhigh,
+            dlow,
+            since,
+            dthrough,
+            dk,
+            dv,
+            dbeta,
+            dlog_decay,
+            T,
+            H,
+            N,
+            BH,
+            K,
+            V,
+            C,
+            BK,
+            BV,
+            BJ,
+            TILES,
+            MODE,
+        )
+    elif (tl.load(hard + tl.program_id(0) % BH) != 0) == (HEADS == "hard"):
+        _gradients(
+            x,
+            back,
+            do,
+            k,
+            v,
+            beta,
+            sums,
+            tags,
+            firsts,
+            dhigh,
+            dlow,
+            since,
+            dthrough,
+            dk,
+            dv,
+            dbeta,
+            dlog_decay,
+            T,
+            H,
+            N,
+            BH,
+            K,
+            V,
+            C,
+            BK,
+            BV,
+            BJ,
+            TILES,
+            MODE,
+        )
+
+
+@triton.jit
+def _gradients(
     x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head. dhigh, dlow [M, K, X], dthrough [M, TILES]: of `walks.ends`; since [B, T, H]: of `solve.check`."""
     m = tl.program_id(0)
     n, bh = m // BH, m % BH
     b, h = (bh // H).to(tl.int64), bh % H
@@ -79,7 +153,7 @@ def gradients(
         dH_JK = tl.load(dhigh + state + at_JK, mask=real_JK, other=0.0)
         written_CV = once(k_CJ, dG_JV, written_CV, MODE)
         vD_CJ, kD_CJ = once(v_CV, tl.trans(dG_JV), None, MODE), once(k_CK, tl.trans(dH_JK), None, MODE)
-        if MODE != "exact":
+        if MODE == "split":
             dG_JV = tl.load(dlow + state + at_JV, mask=real_JV, other=0.0)
             dH_JK = tl.load(dlow + state + at_JK, mask=real_JK, other=0.0)
             written_CV = once(k_CJ, dG_JV, written_CV, MODE)
@@ -88,7 +162,7 @@ def gradients(
         vD_CJ, kD_CJ = vD_CJ * end_C[:, None], kD_CJ * end_C[:, None]
         x_CJ = tl.load(x + row * K + at_CJ, mask=real_CJ, other=0.0)
         e_CJ = tl.load(back + row * K + at_CJ, mask=real_CJ, other=0.0)
-        written_CJ = once(tl.trans(weight_CC), -e_CJ, None, MODE)
+        written_CJ = once(tl.trans(weight_CC), -e_CJ.to(tl.float32), None, MODE)
         before_C += tl.sum(k32_CJ * (vD_CJ + 0.5 * kD_CJ), 1)  # of H's two: the key that is read with
         dbeta_C += tl.sum(k32_CJ * (written_CJ + 0.5 * kD_CJ), 1)  # the key that is written
         dk_CJ = once(tl.trans(dscore_CC), x_CJ, (written_CJ + vD_CJ + kD_CJ) * beta_C[:, None], MODE)
@@ -100,7 +174,7 @@ def gradients(
     tl.store(dbeta + row + row_C, dbeta_C, mask=real_C)
     since_C = tl.load(since + row + row_C, mask=real_C, other=0.0)
     dlog_decay_C += across_chunks(since_C, before_C * beta_C)
-    whole = tl.load(dthrough + m * TILES)
-    for i in tl.static_range(1, TILES):
-        whole += tl.load(dthrough + m * TILES + i)
+    whole = 0.0
+    for i in tl.static_range(TILES):
+        whole += tl.sum(tl.load(dthrough + (m * TILES + i) * BK + i_K), 0)
     tl.store(dlog_decay + row + row_C, dlog_decay_C + whole, mask=real_C)

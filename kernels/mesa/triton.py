@@ -2,7 +2,8 @@
 backward one more solve, a walk the other way, and the chunks' gradients (`inside.py`).
 
 Products (`products.py`): of float32 inputs in float32. Of bfloat16 inputs in float16, refined where they do not reach (`precision="auto"`),
-or in high and low parts throughout (`precision="split"`).
+or in high and low parts throughout (`precision="split"`). Gradients of heads in which no token was refined, forward or backward, are of single
+bfloat16 products.
 
 Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, N chunks, M = N B H.
 """
@@ -22,11 +23,20 @@ from kernels.mesa.reference import State
 
 Array = Any  # torch.Tensor
 
-# Columns at a time, warps and stages, by MODE.
+# Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was refined, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
-    "refine": {"starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
-    "split": {"starts": (64, 4, 2), "iterate": (0, 8, 1), "check": (32, 4, 1), "right_side": (0, 8, 1), "ends": (64, 4, 2), "inside": (32, 4, 2)},
-    "exact": {"starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1), "inside": (16, 8, 1)},
+    "refine": {
+        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (0, 4, 1), "refine": (0, 4, 1), "read": (64, 4, 1), "right_side": (0, 4, 1),
+        "ends": (64, 4, 2), "easy ends": (64, 4, 2), "inside": (64, 4, 1), "easy inside": (64, 4, 1),
+    },
+    "split": {
+        "starts": (64, 4, 1), "iterate": (0, 8, 1), "check": (0, 4, 1), "read": (64, 4, 1), "right_side": (0, 4, 1), "ends": (64, 4, 2),
+        "inside": (64, 4, 1),
+    },
+    "exact": {
+        "starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (0, 8, 1), "read": (16, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1),
+        "inside": (16, 8, 1),
+    },
 }  # fmt: skip
 BOUND = 1e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
@@ -60,45 +70,71 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
         **sizes, BV=tile(V), BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     o = torch.empty_like(v)
-    x, taken, residual, _ = solve(q, k, v, None, beta, decays, lam, high, low, scale, o, None, steps, eps, criterion, start, chunk, mode)
-    return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *(() if mode == "exact" else (low,)))
+    x, taken, residual, flag, _ = solve(
+        q, k, None, beta, decays, lam, high, low, scale, None, None, steps, eps, criterion, start, chunk, mode
+    )
+    short = torch.empty_like(q) if mode == "refine" else None
+    columns, warps, stages = CONFIGURATIONS[mode]["read"]
+    launch(
+        solver.read, (M,), x, k, v, beta, *decays, high, low, scale, o, short, T, H, B * H,
+        **sizes, BV=tile(V), BJ=columns, MODE="exact" if mode == "exact" else "split", warps=warps, stages=stages,
+    )  # fmt: skip
+    kept = {"exact": (), "split": (low,), "refine": (low, short, flag)}[mode]
+    return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *kept)
 
 
-def solve(rhs, k, v, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, chunk, mode):
-    """(x, steps taken, residual, Lambda's gradient by chunk) of A x = rhs; `output` is written. Backward: x0 is given; see `solver.check`."""
+def solve(rhs, k, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, chunk, mode):
+    """(x, steps taken, residual, which chunks were refined, Lambda's gradient by chunk) of A x = rhs; `output` is written. Backward, given x0: the residual is that part
+    of log decay's gradient which is read from the chunk's start."""
     B, T, H, K = k.shape
-    V, M = v.shape[-1], high.shape[0]
+    M, V, back = high.shape[0], high.shape[2] - K, x0 is not None
     sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = partial(k.new_empty, dtype=torch.float32)
-    x, taken, residual, back = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), x0 is not None
-    dlam = new((M, K)) if back else residual
-    rounds = (3 if back else 2) if mode == "refine" else 0  # of refinement
-    asked = new(beta.shape)
-    left, goal, flag = (new(k.shape), new(beta.shape), new((M,), dtype=torch.int32)) if rounds else (x, residual, taken)
-    x0, since = (x0, since) if back else (x, residual)
-    iterate, check = CONFIGURATIONS[mode]["iterate"], CONFIGURATIONS[mode]["check"]
-    for number in range(rounds + 1):
-        first, last = number == 0, number == rounds
-        grid = (M,) if first else (min(M, 264),)  # two for each multiprocessor of the largest card
-        launch(
-            solver.iterate, grid, rhs if first else left, k, beta, *decays, lam, high, low, scale, x, taken, asked, goal, flag,
-            T, H, B * H, M, steps, eps,
-            **sizes, MODE="half" if mode == "refine" else mode, FIRST=first, JACOBI=first and start == "jacobi", CRITERION=criterion,
-            warps=iterate[1], stages=iterate[2],
-        )  # fmt: skip
-        launch(
-            solver.check, grid, rhs, k, v, x0, beta, *decays, lam, high, low, scale, x, taken, asked, left, goal, flag, output, residual, since,
-            dlam, T, H, B * H, M, steps, int(last), BOUND,
-            **sizes, BV=tile(V), BJ=check[0], MODE="exact" if mode == "exact" else "split", BACK=back, FIRST=first,
-            warps=check[1], stages=check[2],
-        )  # fmt: skip
-    return x, taken, residual, dlam
+    x, taken, asked, residual = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), new(beta.shape)
+    flag, dlam = new((M,), dtype=torch.int32) if mode == "refine" else None, new((M, K)) if back else None
+    rows = (None, since, residual) if back else (residual, None, None)
+    _, warps, stages = CONFIGURATIONS[mode]["iterate"]
+    launch(
+        solver.iterate, (M,), rhs, k, beta, *decays, lam, high, low, scale, x, taken, asked, T, H, B * H, steps, eps,
+        **sizes, MODE="half" if mode == "refine" else mode, JACOBI=start == "jacobi", CRITERION=criterion, warps=warps, stages=stages,
+    )  # fmt: skip
+    system = (
+        rhs,
+        k,
+        x0,
+        beta,
+        *decays,
+        lam,
+        high,
+        low,
+        scale,
+        x,
+        taken,
+        asked,
+        flag,
+        output if back else None,
+        *rows,
+        dlam,
+        T,
+        H,
+        B * H,
+        steps,
+        BOUND,
+    )
+    _, warps, stages = CONFIGURATIONS[mode]["check"]
+    full = "exact" if mode == "exact" else "split"
+    launch(solver.check, (M,), *system, **sizes, MODE=full, FLAG=mode == "refine", BACK=back, warps=warps, stages=stages)
+    if mode == "refine":
+        _, warps, stages = CONFIGURATIONS[mode]["refine"]
+        launch(solver.refine, (M,), *system, **sizes, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
+    return x, taken, residual, flag, dlam
 
 
 def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, precision):
     q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
     x, high, scale, *decays = residuals[:6]
-    low = residuals[6] if len(residuals) > 6 else high
+    low, short, flag = (*residuals[6:], *[None] * 3)[:3]
+    low = high if low is None else low
     do, dlast = gradients[:2]
     mode, dtypes = products(q, k, v, precision), (q.dtype, k.dtype, v.dtype)
     q, k, v, beta, lam, S_BHKX = operands(mode, q, k, v, beta, lam, S_BHKX)
@@ -113,22 +149,31 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
         **sizes, BV=tile(V), MODE=mode, warps=CONFIGURATIONS[mode]["right_side"][1], stages=1,
     )  # fmt: skip
-    back, _, since, dlam = solve(rhs, k, v, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, chunk, mode)
+    back, _, since, again, dlam = solve(
+        rhs, k, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, chunk, mode
+    )
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
-    tiles = divide_up(V, columns) + divide_up(K, columns)
-    dthrough, dS = new((M, tiles)), new(S_BHKX.shape)
-    launch(
-        walks.ends, (tiles, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, T, H, N, B * H,
-        **sizes, BW=columns, MODE=mode, warps=warps, stages=stages,
-    )  # fmt: skip
-    columns, warps, stages = CONFIGURATIONS[mode]["inside"]
+    tiles = divide_up(V, columns), divide_up(K, columns)
+    dthrough, dS = new((M, sum(tiles), tile(K))), new(S_BHKX.shape)
+    # Heads of which no chunk was refined have no use for low parts.
+    passes = [("all", mode, x, back)] if mode != "refine" else [("easy", "half", short, dq), ("hard", "split", x, back)]
+    hard = None if mode != "refine" else torch.maximum(flag, again).reshape(N, B * H).amax(0)
+    for heads, taken, x, back in passes:
+        columns, warps, stages = CONFIGURATIONS[mode]["easy ends" if heads == "easy" else "ends"]
+        for keys, grid in enumerate(tiles):
+            launch(
+                walks.ends, (grid, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
+                **sizes, BW=columns, MODE=taken, HEADS=heads, KEYS=bool(keys), warps=warps, stages=stages,
+            )  # fmt: skip
     dk, dv, dbeta, dlog_decay = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape)
-    launch(
-        inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay,
-        T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=tiles, MODE=mode, warps=warps, stages=stages,
-    )  # fmt: skip
+    for heads, taken, x, back in passes:
+        columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
+        launch(
+            inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, hard,
+            T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
+        )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
     return dq, dk, dv, dlog_decay, dbeta, dlam.to(inputs[5].dtype), None, dS

@@ -86,25 +86,94 @@ def starts(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def ends(
-    x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
+    x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, hard, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    MODE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """From `dlast` [BH, K, X] back to `dbegin`: S is read by x [B, T, H, K] under the output gradient [do | -back].
 
-    dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its transpose (H is symmetric);
-    dthrough [M, tiles]: that of log decay over the whole chunk, by this tile.
+    KEYS: H's columns, else G's. dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its
+    transpose (H is symmetric); dthrough [M, tiles, BK]: that of log decay over the whole chunk, by this tile and row.
+    HEADS: "all"; "hard", those that are flagged in hard [BH]; "easy", the others, in single products of bfloat16 x and back, without dlow.
     """
+    if HEADS == "all":
+        _ends(
+            x,
+            do,
+            back,
+            sums,
+            tags,
+            firsts,
+            high,
+            low,
+            scale,
+            dlast,
+            dhigh,
+            dlow,
+            dthrough,
+            dbegin,
+            T,
+            H,
+            N,
+            BH,
+            K,
+            V,
+            C,
+            BK,
+            BW,
+            MODE,
+            KEYS,
+        )
+    elif (tl.load(hard + tl.program_id(1)) != 0) == (HEADS == "hard"):
+        _ends(
+            x,
+            do,
+            back,
+            sums,
+            tags,
+            firsts,
+            high,
+            low,
+            scale,
+            dlast,
+            dhigh,
+            dlow,
+            dthrough,
+            dbegin,
+            T,
+            H,
+            N,
+            BH,
+            K,
+            V,
+            C,
+            BK,
+            BW,
+            MODE,
+            KEYS,
+        )
+
+
+@triton.jit
+def _ends(
+    x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     G_TILES: tl.constexpr = (V + BW - 1) // BW
+    TILES: tl.constexpr = G_TILES + (K + BW - 1) // BW
+    WIDTH: tl.constexpr = K if KEYS else V
     bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    part = (tl.program_id(0) >= G_TILES).to(tl.int32)
-    column = (tl.program_id(0) - part * G_TILES) * BW
+    column = tl.program_id(0) * BW
+    place = tl.program_id(0) + (G_TILES if KEYS else 0)
     i_K, j_W, i_C = tl.arange(0, BK), column + tl.arange(0, BW), tl.arange(0, C)
-    at_KW = i_K[:, None] * (V + K) + (part * V + j_W)[None, :]
-    real_KW = (i_K < K)[:, None] & (j_W < tl.where(part == 0, V, K))[None, :]
+    at_KW = i_K[:, None] * (V + K) + (V * KEYS + j_W)[None, :]
+    real_K, real_W = i_K < K, j_W < WIDTH
+    real_KW = real_K[:, None] & real_W[None, :]
     whole = bh.to(tl.int64) * K * (V + K)
+    half = 0.5 if KEYS else 1.0
     D_KW = tl.load(dlast + whole + at_KW, mask=real_KW, other=0.0)
-    if part == 1:
+    if KEYS:
         D_KW += tl.load(dlast + whole + j_W[None, :] * (V + K) + V + i_K[:, None], mask=real_KW, other=0.0)
     for step in range(N):
         n = N - 1 - step
@@ -113,32 +182,38 @@ def ends(
         high_KW = D_KW.to(dhigh.dtype.element_ty)
         tl.store(dhigh + state + at_KW, high_KW, mask=real_KW)
         S_KW = tl.load(high + state + at_KW, mask=real_KW, other=0.0).to(tl.float32)
-        if MODE != "exact":
+        if MODE == "split":
             tl.store(dlow + state + at_KW, low_part(D_KW, high_KW), mask=real_KW)
             S_KW += tl.load(low + state + at_KW, mask=real_KW, other=0.0).to(tl.float32)
-            S_KW *= tl.load(scale + m * 2 + part)
         row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
         chunk = bh * N + n
         sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
         keep = since_start(tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1), first)
-        tl.store(dthrough + m * tl.num_programs(0) + tl.program_id(0), keep * tl.sum(S_KW * D_KW) * tl.where(part == 0, 1.0, 0.5))
+        through = keep * half
+        if MODE != "exact":
+            through *= tl.load(scale + m * 2 + KEYS)
+        tl.store(dthrough + (m * TILES + place) * BK + i_K, through * tl.sum(S_KW * D_KW, 1))
         since_C = since_start(sum_C, tag_C, first)[:, None]
         D_KW *= keep
-        x_CK = tile(x + row * K, row_C, real_C, 0, K, BK)
-        if part == 0:
-            D_KW = outer(x_CK, tile(do + row * V, row_C, real_C, column, V, BW) * since_C, D_KW, MODE)
+        at_CK, real_CK = row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
+        at_CW, real_CW = row * WIDTH + row_C[:, None] * WIDTH + j_W[None, :], real_C[:, None] & real_W[None, :]
+        x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
+        if KEYS:
+            D_KW = outer(x_CK, tl.load(back + at_CW, mask=real_CW, other=0.0).to(tl.float32) * -since_C, D_KW, MODE)
+            back_CK = tl.load(back + at_CK, mask=real_CK, other=0.0)
+            D_KW = outer(back_CK, tl.load(x + at_CW, mask=real_CW, other=0.0).to(tl.float32) * -since_C, D_KW, MODE)
         else:
-            D_KW = outer(x_CK, tile(back + row * K, row_C, real_C, column, K, BW) * -since_C, D_KW, MODE)
-            back_CK = tile(back + row * K, row_C, real_C, 0, K, BK)
-            D_KW = outer(back_CK, tile(x + row * K, row_C, real_C, column, K, BW) * -since_C, D_KW, MODE)
-    tl.store(dbegin + whole + at_KW, D_KW * tl.where(part == 0, 1.0, 0.5), mask=real_KW)
+            D_KW = outer(x_CK, tl.load(do + at_CW, mask=real_CW, other=0.0).to(tl.float32) * since_C, D_KW, MODE)
+    tl.store(dbegin + whole + at_KW, D_KW * half, mask=real_KW)
 
 
 @triton.jit
 def outer(a_CK, b_CW, sum_KW, MODE: tl.constexpr):
-    """sum + a^T b, of high and low parts in bfloat16: gradients have no scale."""
+    """sum + a^T b; "half": a in bfloat16; "split": of high and low parts in bfloat16. Gradients have no scale, and so float16 no room for them."""
     if MODE == "exact":
         return product(tl.trans(a_CK), b_CW, None, sum_KW, MODE)
+    elif MODE == "half":
+        return tl.dot(tl.trans(a_CK), b_CW.to(tl.bfloat16), sum_KW)
     else:
         a_high, b_high = a_CK.to(tl.bfloat16), b_CW.to(tl.bfloat16)
         sum_KW = tl.dot(tl.trans(a_high), b_high, sum_KW)
