@@ -114,6 +114,8 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "headline of nothing": (put("analysis/headline", "vallidation"), ["analysis.headline", "'vallidation'", "'validation'"]),
     "headline that is no text set": (put("analysis/headline", "public-domain"), ["analysis.headline", "'public-domain'"]),
     "no lengths": (put("evaluation/lengths", []), ["evaluation.lengths"]),
+    "a scale that counts as none": (put("analysis/same_scale", {"tiny": "tinny"}), ["analysis.same_scale", "'tinny'", "'tiny'"]),
+    "solver settings at no length": (put("evaluation/settings_lengths", [300]), ["evaluation", "settings_lengths has 300"]),
     "baseline outside the grid": (put("analysis/baseline", "mamba2"), ["analysis.baseline", "'mamba2'"]),
     "worker of no scale": (put("cluster/workers/huge", {"cpus": 2}), ["cluster.workers", "'huge'", "tiny"]),
     "store that cannot be written to": (
