@@ -15,7 +15,7 @@ import psutil
 from benchmarks.campaign.tally import AGAIN, LOST, ORPHAN, WRONG, Found, Tally
 
 ROOT = Path(__file__).parents[2]
-STEPS, PATIENCE = 400, 600.0
+STEPS, PATIENCE = 80, 600.0
 WHERE = "train by two"
 
 
@@ -131,7 +131,7 @@ class Team:
 
 def _node_lost(team: Team, chosen: random.Random) -> None:
     """A node's raylet is killed by -9 some steps later, with all its workers; another node comes in its place."""
-    time.sleep(chosen.uniform(0, 2))
+    time.sleep(chosen.uniform(0, 0.5))
     number = chosen.randrange(2)
     team.cluster.remove_node(team.nodes[number], allow_graceful=False)
     team.nodes[number] = team.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
@@ -139,7 +139,7 @@ def _node_lost(team: Team, chosen: random.Random) -> None:
 
 def _process_lost(team: Team, chosen: random.Random) -> None:
     """One of the two training processes is killed by -9."""
-    time.sleep(chosen.uniform(0, 2))
+    time.sleep(chosen.uniform(0, 0.5))
     mine = [process for process in psutil.Process().children(recursive=True) if "RayTrainWorker" in process.name()]
     mine = mine or [
         process for process in psutil.process_iter() if "RayTrainWorker" in process.name() and process.uids().real == os.getuid()
