@@ -86,11 +86,11 @@ def test_what_follows_a_bad_step_is_left_undone():
     trainer = trainer_of("gla")
     trainer.step(batch(0), learning_rate=1e-3)
     before = trainer.state_dict()
-    with torch.no_grad():
-        kept = trainer.params["final_norm"].clone()
-        trainer.params["final_norm"].fill_(float("nan"))
-        bad = trainer.submit(batch(1), learning_rate=1e-3, skip_nonfinite=True, halt=True)
-        trainer.params["final_norm"].copy_(kept)
+    weight = trainer.params["final_norm"]
+    kept = weight.detach().clone()
+    weight.data.fill_(float("nan"))
+    bad = trainer.submit(batch(1), learning_rate=1e-3, skip_nonfinite=True, halt=True)
+    weight.data.copy_(kept)
     good = trainer.submit(batch(2), learning_rate=1e-3, skip_nonfinite=True, halt=True)
     assert bad()["finite"] == 0 and good()["finite"] == 1
     assert all((value == before[key]).all() for key, value in trainer.state_dict().items())
