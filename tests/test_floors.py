@@ -16,7 +16,7 @@ OUTSIDE = {"ray", "dvc", "mlflow"}  # for the top floor alone
 ALLOWED = {
     "kernels": {"numpy", "torch", "triton", "jax"},
     "models": {"numpy", "torch", "triton", "jax", "optax", "safetensors"},
-    "stages": {"numpy", "torch", "pyarrow", "pydantic", "tokenizers", "tiktoken", "gigatoken", "awkward", "fsspec", "huggingface_hub", "zstandard", "matplotlib", "ruamel", "sacrebleu"},
+    "stages": {"numpy", "torch", "pyarrow", "pydantic", "tokenizers", "tiktoken", "gigatoken", "awkward", "fsspec", "huggingface_hub", "zstandard", "matplotlib", "ruamel", "sacrebleu", "lm_eval"},
     "pipelines": None,
 }  # fmt: skip
 

@@ -14,7 +14,10 @@ from stages.report.paper import MEAN, MEANS, NEEDLES, Figure, Names, plain, prin
 from stages.report.study import Run, Study, trained_length
 
 RUN, NOT_RUN = "run", "not run"
-BY_BENCHMARKS = {"decoding": "no stage of this study measures it; `python -m benchmarks decode` does"}
+ELSEWHERE = {  # figures that no stage measures, and what does
+    "decoding": "no stage of this study measures it; `python -m benchmarks decode` does",
+    "word_perplexity": "no stage of this study measures it; lm-eval's wikitext does (docs/tasks.md)",
+}
 CLOSED = "closed_book"  # the group of recall sets without passages: they are no figure of the paper's
 
 
@@ -62,7 +65,7 @@ class Results:
             "throughput": self._throughput,
         } | dict.fromkeys(("tasks", "recall", "scrambling", "translation", "groups", "solver"), self._score)
         if figure["table"] not in finders:
-            return Lacking(BY_BENCHMARKS.get(figure["table"], "no stage of this study measures it"))
+            return Lacking(ELSEWHERE.get(figure["table"], "no stage of this study measures it"))
         return finders[figure["table"]](figure, those)
 
     def _perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
