@@ -394,3 +394,38 @@ def _until(what: object) -> None:
     while not what():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_requests_and_outcomes_go_over_a_board_in_any_place(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines import board as boards
+    from pipelines.work import Outcome, Request
+
+    monkeypatch.setattr(boards, "LISTING_SECONDS", 0.0)
+    desk, driver = boards.Board(where, "study"), boards.Board(where, "study")
+    wanted = Request("train", "cell", {"stage": "train", "versions": {}, "parameters": {}}, {}, where, "study")
+    first = desk.put(wanted, "session")
+    assert desk.has("session", wanted.key) and [(item.id, item.request) for item in driver.wanted("session")] == [(first, wanted)]
+    second = desk.put(wanted, "session", ahead=2)
+    assert [(item.id, item.ahead) for item in driver.wanted("session")] == [(second, 2)]
+    driver.beat("session", {"pid": 1})
+    assert [record["pid"] for record in desk.drivers()] == [1]
+    driver.answer("session", wanted.key, Outcome("succeeded"), {first, second})
+    outcome = desk.outcome("session", wanted.key, second)
+    assert outcome is not None and outcome.done and driver.wanted("session") == [] and not desk.withdraw("session", wanted.key)
+    driver.forget("session")
+    assert desk.drivers() == [] and desk.outcome("session", wanted.key) is None
+
+
+def test_a_plan_asks_no_bucket_unless_told(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(open_store(bucket))
+    with open_store(bucket).looking():
+        pass
+    seen = open_store(bucket)
+    with seen.looking():
+        assert seen.find(KEY, lambda name: False) is not None
+    store = open_store(bucket)
+    store.offline = True
+    monkeypatch.setattr(Bucket, "_patiently", lambda self, action: pytest.fail("the bucket was asked"))
+    with store.looking():
+        assert store.published(KEY) and not store.published(OTHER)
+        assert store.find(KEY, lambda name: False) is not None and store.find(OTHER) is None and store.alive(KEY) is None
