@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 
 def link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`: a hard link, or a copy where the file system does not allow one."""
+    """Make `target` the same file as `source`: a hard link, or a copy where the file system does not allow one. Whole at once: another process may
+    be reading it, or putting the same there."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
+    draft = target.with_name(f".{uuid.uuid4().hex}.link")
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        try:
+            os.link(source, draft)
+        except OSError:
+            shutil.copyfile(source, draft)
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)  # it stays where both are the same file already
 
 
 def link_tree(source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:

@@ -429,3 +429,28 @@ def test_a_plan_asks_no_bucket_unless_told(bucket: str, monkeypatch: pytest.Monk
     with store.looking():
         assert store.published(KEY) and not store.published(OTHER)
         assert store.find(KEY, lambda name: False) is not None and store.find(OTHER) is None and store.alive(KEY) is None
+
+
+def test_two_on_one_machine_fetch_the_same(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(open_store(bucket))
+    elsewhere(monkeypatch, tmp_path, "another")
+    failed: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            for _ in range(20):
+                assert text_of(open_store(bucket)) == "made"
+                found = open_store(bucket).find(KEY)
+                assert found is not None
+                (found / "data.txt").unlink(missing_ok=True)  # so that it is linked again, by both
+        except FileNotFoundError:
+            pass  # the other took it away just before it was read
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=fetch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and text_of(open_store(bucket)) == "made"
