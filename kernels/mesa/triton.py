@@ -38,6 +38,8 @@ CONFIGURATIONS = {
         "inside": (16, 8, 1),
     },
 }  # fmt: skip
+LIMIT = 255
+"""All registers that a thread can have: unless told, ptxas 13.1 gives 32 to kernels that need more, and spills the rest."""
 BOUND = 1e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
 
@@ -123,7 +125,18 @@ def solve(rhs, k, x0, beta, decays, lam, high, low, scale, output, since, steps,
     )
     _, warps, stages = CONFIGURATIONS[mode]["check"]
     full = "exact" if mode == "exact" else "split"
-    launch(solver.check, (M,), *system, **sizes, MODE=full, FLAG=mode == "refine", BACK=back, warps=warps, stages=stages)
+    launch(
+        solver.check,
+        (M,),
+        *system,
+        **sizes,
+        MODE=full,
+        FLAG=mode == "refine",
+        BACK=back,
+        warps=warps,
+        stages=stages,
+        registers=LIMIT if mode == "exact" else None,
+    )
     if mode == "refine":
         _, warps, stages = CONFIGURATIONS[mode]["refine"]
         launch(solver.refine, (M,), *system, **sizes, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
@@ -173,6 +186,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         launch(
             inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, hard,
             T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
+            registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)
     dq, dk, dv = (x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))

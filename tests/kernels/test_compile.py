@@ -36,7 +36,7 @@ STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float
     ("kernels.mesa.solve", "right_side"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "ends"): {"bfloat16": 1024, "float32": 1024},
-    ("kernels.mesa.inside", "gradients"): {"bfloat16": 1024, "float32": 8192},
+    ("kernels.mesa.inside", "gradients"): {"bfloat16": 1024, "float32": 3072},
     # A block's values, gradients and states fill the registers; what is spilled is not of the loop over keys.
     ("kernels.palimpsa.triton", "gradients_kernel"): {"bfloat16": 64, "float32": 1024},
 }
