@@ -33,7 +33,7 @@ def server() -> Iterator[str]:
     fsspec.config.conf["s3"] = {"endpoint_url": url}
     try:
         s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem(endpoint_url=url).mkdir("bucket")
+        s3fs.S3FileSystem(endpoint_url=url).makedirs("bucket", exist_ok=True)
         yield url
     finally:
         for name, value in before.items():
