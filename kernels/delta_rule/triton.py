@@ -36,13 +36,13 @@ Array = Any  # torch.Tensor
 GATES = tl.constexpr(5)
 
 CHUNK = {torch.bfloat16: 64, torch.float32: 32}
-INVERSE = {torch.bfloat16: "bf16x3", torch.float32: "tf32x3"}
+INVERSE = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
 TILES = {  # BK, BV: the largest tile of keys and of values; without BK, keys are whole, and past 128 of them BV is half
     ("triangles", torch.bfloat16): {"warps": 4, "stages": 1},
     ("walk", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 2},
-    ("read", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 1},
-    ("walk_back", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 1},
-    ("within_back", torch.bfloat16): {"BK": 128, "BV": 64, "warps": 8, "stages": 2},
+    ("read", torch.bfloat16): {"BV": 64, "warps": 4, "stages": 1},
+    ("walk_back", torch.bfloat16): {"BV": 128, "warps": 8, "stages": 2},
+    ("within_back", torch.bfloat16): {"BK": 64, "BV": 64, "warps": 4, "stages": 2},
     ("triangles", torch.float32): {"warps": 4, "stages": 1},
     ("walk", torch.float32): {"BV": 32, "warps": 4, "stages": 1},
     ("read", torch.float32): {"BV": 32, "warps": 4, "stages": 1},

@@ -28,6 +28,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes a block may hold on sm_90
 STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float32: here what did not spill was slower on an H200 (0.53 ms, not 0.37)
     ("kernels.linear_attention.inside", "_gradients"): {"bfloat16": 512, "float32": 3072},
+    # Measured with these on an H200, faster than smaller tiles that spill nothing.
+    ("kernels.delta_rule.triton", "_walk_back"): {"bfloat16": 320, "float32": 1024},
+    ("kernels.delta_rule.triton", "_within_back"): {"bfloat16": 384, "float32": 1024},
     # Mesa's solver fills the registers with its vectors, and spills what is needed before and after its loop; its float32 is for exactness.
     # `refine` and what is made for "hard" heads run where a token's residual was too large.
     ("kernels.mesa.solve", "iterate"): {"bfloat16": 768, "float32": 1024},
