@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,21 @@ def up_to(size: int) -> Callable[[dict[str, int], str, str], str | None]:
 
 def step_of(operation: str, array_form: Callable, given: tuple[Any, ...], state: Any) -> Callable:
     """Which one-token step runs on these: `kernels/<operation>/one_token.py`'s where the operation itself runs as triton and nobody follows the
-    arrays, else the array form. given: q [B, H, K], k, v [B, H, V] and the rest."""
-    if traced(*given, *(() if state is None else state[:-1])):
+    arrays, or they are written over in place, else the array form. given: q [B, H, K], k, v [B, H, V] and the rest."""
+    ops = arrays.of(given[0])
+    apart = _in_place and ops.name == "torch"  # captured: it may not loop on the host, and runs between what is compiled
+    if not apart and traced(*given, *(() if state is None else state[:-1])):
         return array_form
     q_BHK, _, v_BHV, *_ = given
-    ops = arrays.of(q_BHK)
     sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
     if kernels.choose(operation, sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) != "triton":
         return array_form
-    return importlib.import_module(f"kernels.{operation}.one_token").step
+    return partial(ops.apart, one_token, operation) if apart else partial(one_token, operation)
+
+
+def one_token(operation: str, *given: Any, **options: Any) -> Any:
+    """The step as `kernels/<operation>/one_token.py` has it."""
+    return importlib.import_module(f"kernels.{operation}.one_token").step(*given, **options)
 
 
 def traced(*given: Any) -> bool:

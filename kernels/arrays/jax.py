@@ -213,11 +213,6 @@ def wide_matmul(x: Array, weight: Array) -> Array:
     return jnp.matmul(x.astype(wide), weight.astype(wide))
 
 
-def weigh(x: Array, weight: Array) -> Array:
-    """x [..., I] @ weight [I, J], a weight of float32 or float64 rounded to x's dtype."""
-    return matmul(x, weight.astype(x.dtype))
-
-
 def matmul(a: Array, b: Array, *, accumulate: Any = None, precision: str = "default") -> Array:
     """a @ b. `accumulate` is the dtype that products are summed in and returned (None: the operands'); bfloat16 operands of a
     float32 product are exact. precision="highest" forbids TF32 and bfloat16 passes for float32 operands."""

@@ -244,36 +244,10 @@ def einsum(equation: str, *arrays: Array, accumulate: torch.dtype | None = None,
         return torch.einsum(equation, *arrays)
 
 
-def weigh(x: Array, weight: Array) -> Array:
-    """x [..., I] @ weight [I, J], a weight of float32 or float64 rounded to x's dtype."""
-    if x.dtype == bfloat16 and x.is_cuda and x.numel() // x.shape[-1] >= _MANY_ROWS:
-        return _Weighed.apply(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
-    return matmul(x, weight.to(x.dtype))
-
-
-class _Weighed(torch.autograd.Function):
-    """x_NI weight_IJ of many rows. The weight's gradient is a product for each part of it that is nearly square: of a long one's tiles a GPU does the last
-    ones at a part of its rate, and cuBLAS splits the sum over N, which would fill it, of the others alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Array, weight_IJ: Array) -> Array:
-        rounded_IJ = weight_IJ.to(x_NI.dtype)
-        ctx.save_for_backward(x_NI, rounded_IJ)
-        ctx.weight_dtype = weight_IJ.dtype
-        return x_NI @ rounded_IJ
-
-    @staticmethod
-    def backward(ctx: Any, dy_NJ: Array) -> tuple[Array, Array]:
-        x_NI, rounded_IJ = ctx.saved_tensors
-        return dy_NJ @ rounded_IJ.T, _by_squares(x_NI, dy_NJ).to(ctx.weight_dtype)
-
-
-def _by_squares(x_NI: Array, dy_NJ: Array) -> Array:
-    """x^T dy."""
-    I, J = x_NI.shape[1], dy_NJ.shape[1]
-    if I >= 2 * J:
-        return torch.cat([part.T @ dy_NJ for part in x_NI.chunk(I // J, 1)], 0)
-    return torch.cat([x_NI.T @ part for part in dy_NJ.chunk(J // I or 1, 1)], 1)
+@torch.compiler.disable
+def apart(run: Callable, *given: Any, **options: Any) -> Any:
+    """run(...) outside what torch.compile makes of its surroundings."""
+    return run(*given, **options)
 
 
 _MANY_ROWS = 4096

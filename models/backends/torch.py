@@ -44,7 +44,8 @@ def grow_segments() -> None:
     """Let torch's GPU memory grow in place (expandable segments), unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF says how it is to be kept: in
     segments of fixed sizes a step of a billion parameters fragments, and one that nearly fills the card asks for memory anew."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        choose("expandable_segments:True")
 
 
 def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:

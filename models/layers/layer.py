@@ -103,7 +103,7 @@ class Layer:
 
 def linear(x: Array, weight: Array, bias: Array | None = None, *, ops: ModuleType) -> Array:
     """x weight + bias in x's dtype; weights are kept in float32 and rounded here."""
-    y = ops.weigh(x, weight)
+    y = ops.matmul(x, ops.cast(weight, x.dtype))
     return y if bias is None else y + ops.cast(bias, x.dtype)
 
 

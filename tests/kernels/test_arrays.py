@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernels import arrays
-from kernels.arrays import torch as torch_ops
 
 TOLERANCE = 2e-6
 random = np.random.default_rng(0).standard_normal
@@ -32,7 +31,6 @@ CASES = {
     **{n: (lambda o, x, n=n: getattr(o, n)(x), x_23) for n in "exp expm1 sin cos sigmoid log_sigmoid silu softplus tanh gelu absolute".split()},
     **{n: (lambda o, x, n=n: getattr(o, n)(o.exp(x)), x_23) for n in "log1p sqrt rsqrt".split()},
     "wide_matmul": (lambda o, x, y: o.wide_matmul(x, o.swapaxes(y, 0, 1)), x_23, y_23),
-    "weigh": (lambda o, x, y: o.weigh(x, o.swapaxes(y, 0, 1)), x_23, y_23),
     "where": (lambda o, x, y: o.where(x > 0, x, y) + o.where(x > 0, y, 0.0), x_23, y_23),
     "maximum": (lambda o, x, y: o.maximum(x, y) + o.maximum(x, 0.1) * o.minimum(x, y) - o.minimum(y, 0.2), x_23, y_23),
     "cast": (lambda o, x: o.cast(o.cast(x, o.bfloat16), o.float32), x_23),
@@ -206,14 +204,3 @@ def test_importing_kernels_imports_no_framework():
 def test_of_names_what_it_found():
     with pytest.raises(ValueError, match="found ndarray"):
         arrays.of(np.zeros(3))
-
-
-@pytest.mark.parametrize("sizes", [(16, 48), (48, 16), (16, 16), (16, 40), (40, 16), (7, 30)])
-def test_a_weights_gradient_by_squares_is_the_product(sizes):
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).double().requires_grad_() for shape in ((29, sizes[0]), sizes))
-    dy = torch.randn(29, sizes[1], generator=generator).double()
-    y = torch.compile(torch_ops._Weighed.apply, fullgraph=True, backend="aot_eager")(x, weight)
-    found = torch.autograd.grad(y, (x, weight), dy)
-    assert torch.allclose(y, x @ weight) and torch.allclose(found[0], dy @ weight.T) and torch.allclose(found[1], x.T @ dy)
-    assert found[1].shape == weight.shape and found[1].dtype == weight.dtype
