@@ -55,7 +55,11 @@ def whole(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     one, two = tmp_path / "one", tmp_path / "two"
     write(one, storage)
     assert set(make(one, monkeypatch)) == {"succeeded"}
-    assert (one / "analysis" / "report.html").is_file() and not list(one.glob("weights/**/*.safetensors")) and not list(one.glob("tokens/**/*.parquet"))
+    assert (
+        (one / "analysis" / "report.html").is_file()
+        and not list(one.glob("weights/**/*.safetensors"))
+        and not list(one.glob("tokens/**/*.parquet"))
+    )
     assert (one / "packed" / "budgets" / "1m.json").is_file() and not list(one.glob("packed/**/rows.parquet"))
     cell = next((one / "weights").iterdir())
     assert json.loads((cell / artifact.NAME).read_text())["files"]["weights.safetensors"]["size"] > 0
