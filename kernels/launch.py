@@ -36,17 +36,21 @@ class Launch:
 
 
 _in_place = False
+_one_token: Callable | None = None
 
 
 @contextmanager
-def states_in_place() -> Iterator[None]:
-    """Inside, a one-token step may write the state after a token over the state before it: whoever asks has no more use for that one."""
-    global _in_place
-    before, _in_place = _in_place, True
+def states_in_place(run: Callable | None = None) -> Iterator[None]:
+    """Inside, a one-token step may write the state after a token over the state before it: whoever asks has no more use for that one.
+
+    run: `one_token`, in a form that torch.compile leaves alone; steps that have a kernel then take it inside what is compiled too.
+    """
+    global _in_place, _one_token
+    before, (_in_place, _one_token) = (_in_place, _one_token), (True, run)
     try:
         yield
     finally:
-        _in_place = before
+        _in_place, _one_token = before
 
 
 def in_place() -> bool:
@@ -149,16 +153,15 @@ def up_to(size: int) -> Callable[[dict[str, int], str, str], str | None]:
 
 def step_of(operation: str, array_form: Callable, given: tuple[Any, ...], state: Any) -> Callable:
     """Which one-token step runs on these: `kernels/<operation>/one_token.py`'s where the operation itself runs as triton and nobody follows the
-    arrays, or they are written over in place, else the array form. given: q [B, H, K], k, v [B, H, V] and the rest."""
+    arrays, or whoever does has said how to run it, else the array form. given: q [B, H, K], k, v [B, H, V] and the rest."""
     ops = arrays.of(given[0])
-    apart = _in_place and ops.name == "torch"  # captured: it may not loop on the host, and runs between what is compiled
-    if not apart and traced(*given, *(() if state is None else state[:-1])):
+    if _one_token is None and traced(*given, *(() if state is None else state[:-1])):
         return array_form
     q_BHK, _, v_BHV, *_ = given
     sizes = {"B": q_BHK.shape[0], "T": 1, "H": q_BHK.shape[1], "K": q_BHK.shape[2], "V": v_BHV.shape[2]}
     if kernels.choose(operation, sizes, ops.dtype_name(q_BHK), ops.device(q_BHK)) != "triton":
         return array_form
-    return partial(ops.apart, one_token, operation) if apart else partial(one_token, operation)
+    return partial(_one_token or one_token, operation)
 
 
 def one_token(operation: str, *given: Any, **options: Any) -> Any:

@@ -244,12 +244,6 @@ def einsum(equation: str, *arrays: Array, accumulate: torch.dtype | None = None,
         return torch.einsum(equation, *arrays)
 
 
-@torch.compiler.disable
-def apart(run: Callable, *given: Any, **options: Any) -> Any:
-    """run(...) outside what torch.compile makes of its surroundings."""
-    return run(*given, **options)
-
-
 _MANY_ROWS = 4096
 """What is worth splitting a weight for."""
 

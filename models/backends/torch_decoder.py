@@ -37,6 +37,8 @@ class Decoder:
         self.params = {name: _rounded(value.detach(), model.table[name], dtype) for name, value in params.items()}
         self.device = self.params["embedding"].device
         self._blocks: dict[Layer, Callable] = {}
+        # What is captured may not loop on the host, as the array form of a solver does: kernels run between what is compiled.
+        self._one_token = torch.compiler.disable(launch.one_token) if in_place and self.device.type == "cuda" else None
 
     @torch.no_grad()
     def prefill(self, tokens_BP: np.ndarray, segments_BP: np.ndarray | None = None) -> np.ndarray:
@@ -82,7 +84,7 @@ class Decoder:
 
     def _once(self) -> None:
         """A step on the memory that stays: the token, the states; the logits are new unless it is captured."""
-        with launch.states_in_place():
+        with launch.states_in_place(self._one_token):
             x_BD, after, _ = self.model.stream(self.params, self.token_B, self.states, transform=self._transform)
             self.logits_BV = self.model.logits(self.params, x_BD)
         for old, new in zip(_arrays(self.states), _arrays(after), strict=True):
