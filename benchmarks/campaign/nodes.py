@@ -141,11 +141,9 @@ def _process_lost(team: Team, chosen: random.Random) -> None:
     """One of the two training processes is killed by -9."""
     time.sleep(chosen.uniform(0, 0.5))
     mine = [process for process in psutil.Process().children(recursive=True) if "RayTrainWorker" in process.name()]
-    mine = mine or [
-        process for process in psutil.process_iter() if "RayTrainWorker" in process.name() and process.uids().real == os.getuid()
-    ]
-    if mine:
-        chosen.choice(sorted(mine, key=lambda process: process.pid)).kill()
+    if not mine:
+        raise RuntimeError("No training process was found among those that this one started.")
+    chosen.choice(sorted(mine, key=lambda process: process.pid)).kill()
 
 
 FAULTS = {"a node lost": _node_lost, "a process of two lost": _process_lost}
