@@ -12,7 +12,8 @@ for one key, and comes back through them:
 dv and dbeta stay in registers over all keys; dq and dk are summed over a warp's values for each key and token. What all threads of a warp
 need of a key, k and q of the block's tokens, its threads fetch one number each, a key ahead, and tell each other (`_of`).
 With c_t the decay from a block's start, the recursions are of M / c, J / c, c P and c Q, so that no token multiplies a state by its decay:
-v, beta and prior are divided by c_t instead. In a block whose decay is below exp(DEEP), or that drops the state, c is 1 and each does.
+v, beta and prior are divided by c_t instead. Where c_t would fall below exp(DEEP), or the state is dropped, the states take c_t upon them and
+c is 1 again from there: a token never knows what comes after it.
 bfloat16: the states at the starts of chunks are products of rounded operands, the sums over values are tf32; all else is float32.
 
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, S tokens of a block; tensors [W, 32] and [KG, 32]
@@ -32,7 +33,7 @@ from kernels.tiles import GONE, decay_sums
 
 C, S = 32, 16
 DEEP = tl.constexpr(-10.0)
-"""Log decay over a block down to which its states are scaled: exp(10) costs no more than a digit of float32."""
+"""Log decay down to which states are scaled: exp(10) costs no more than a digit of float32."""
 WARPS = 4
 """Of a program of the backward pass: so many groups of keys, one value a thread."""
 
@@ -137,20 +138,12 @@ def _begin(
 
 
 @triton.jit
-def _inside_of(x, N, SIZE: tl.constexpr):
-    """x < N, known to be true where tiles of SIZE fill N."""
-    if N % SIZE == 0:
-        return x == x
-    return x < N
-
-
-@triton.jit
 def spread_kernel(
     q, k, log_decay, prior, numbers, gates, T, BLOCKS, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q), S] and gates [B H, BLOCKS, (1 / c, decay, prior / c, rest), S].
+    """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q), S] and gates [B H, BLOCKS, (1 / c, taken, prior / c, rest), S].
 
-    rest: whether decays stay with the tokens (c is 1 then), and c of the last token.
+    taken: by what a token multiplies the states, 1 but where c begins anew. rest: whether one does, and c of the last token.
     """
     block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, k_K = tl.arange(0, S), tl.arange(0, BK)
@@ -162,14 +155,24 @@ def spread_kernel(
     tl.store(numbers + to_KS, tl.load(k + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
     tl.store(numbers + to_KS + S, tl.load(q + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
     log_decay_S = tl.load(log_decay + row_S, mask=in_S, other=0.0)
-    whole = tl.sum(log_decay_S, 0)
-    deep = whole < DEEP
-    over_c_S = tl.where(deep, 1.0, tl.exp(-tl.cumsum(log_decay_S, 0)))
+    sum_S, taken_S = tl.zeros([S], tl.float32), tl.full([S], 1.0, tl.float32)
+    log_c, any_taken = 0.0, 0.0
+    for t in tl.static_range(S):
+        here = slot == t
+        own = tl.sum(tl.where(here, log_decay_S, 0.0), 0)
+        log_c += own
+        anew = log_c < DEEP
+        own_taken = tl.where(anew, tl.where(own < GONE, 0.0, tl.exp(log_c)), 1.0)
+        taken_S = tl.where(here, own_taken, taken_S)
+        any_taken = tl.where(anew, 1.0, any_taken)
+        log_c = tl.where(anew, 0.0, log_c)
+        sum_S = tl.where(here, log_c, sum_S)
+    over_c_S = tl.exp(-sum_S)
     gates += (bh * BLOCKS + block) * 4 * S
     tl.store(gates + slot, over_c_S)
-    tl.store(gates + S + slot, tl.where(log_decay_S < GONE, 0.0, tl.exp(log_decay_S)))
+    tl.store(gates + S + slot, taken_S)
     tl.store(gates + 2 * S + slot, tl.load(prior + bh % H) * over_c_S)
-    tl.store(gates + 3 * S + slot, tl.where(slot == 0, deep.to(tl.float32), tl.where(deep, 1.0, tl.exp(whole))))
+    tl.store(gates + 3 * S + slot, tl.where(slot == 0, any_taken, tl.exp(log_c)))
 
 
 @triton.jit
@@ -187,11 +190,11 @@ def _decayed(x, decay):
 @triton.jit
 def _outputs(
     numbers, gates, M_starts, J_starts, v_C, beta_C, o_C, v_W, in_W, lane, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    DEEP_BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    TAKEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """sum_k q M / (prior + J) [W, 32] of each token of a chunk"""
     place = v_W
-    decay = tl.load(gates + C + lane)
+    taken = tl.load(gates + C + lane)
     prior_C = ()
     for t in tl.static_range(C):
         prior_C = prior_C + (tl.load(gates + 2 * C + t),)
@@ -206,9 +209,9 @@ def _outputs(
         k_next, q_next = tl.load(numbers + lane, mask=key < K - 1, other=0.0), tl.load(numbers + C + lane, mask=key < K - 1, other=0.0)
         o_new = ()
         for t in tl.static_range(C):
-            if DEEP_BLOCK:
-                decay_t = _of(decay, t)
-                M, J = _decayed(M, decay_t), _decayed(J, decay_t)
+            if TAKEN:
+                taken_t = _of(taken, t)
+                M, J = _decayed(M, taken_t), _decayed(J, taken_t)
             k_t = _of(k, t)
             M += k_t * v_C[t]
             J += k_t * k_t * beta_C[t]
@@ -280,12 +283,11 @@ def _chosen(lane, COLUMN: tl.constexpr):
 @triton.jit
 def _block(
     numbers, decays, priors, M_at, J_at, P, Q, shares, v_S, beta_S, do_S, place, in_W, key, lane, K: tl.constexpr, V: tl.constexpr,
-    S: tl.constexpr, KG: tl.constexpr, DEEP_BLOCK: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
+    S: tl.constexpr, KG: tl.constexpr, TAKEN: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dv, dbeta and dlog_decay of each token and dprior, as far as they are of this thread's value and keys. dq and dk go to shares.
 
-    EXACT: sums over values in float32, and dprior token by token. Else tf32, and dprior (times the prior) by difference: o stays as it is when
-    M, J and the prior grow alike, so what is in the states at the start and what is written make up for what is left in the end.
+    EXACT: sums over values in float32. Else tf32, and dprior times the prior, which is at hand.
     """
     KEYS: tl.constexpr = (K + KG - 1) // KG
     zero = tl.zeros(in_W.shape, tl.float32)
@@ -309,15 +311,13 @@ def _block(
         numbers_next = tl.load(numbers + (key + 1) * 2 * S + lane, mask=in_K, other=0.0)
         M_S, J_S = (M,), (J,)
         for t in tl.static_range(S):
-            if DEEP_BLOCK:
+            if TAKEN:
                 decay_t = _of(decays, S + t)
                 M, J = _decayed(M, decay_t), _decayed(J, decay_t)
             k_t = _of(kq, t)
             M += k_t * v_S[t]
             J += k_t * k_t * beta_S[t]
             M_S, J_S = M_S + (M,), J_S + (J,)
-        if not EXACT:
-            dprior += M * P_e + J * Q_e
         dv_new, dbeta_new, dlog_decay_new = (), (), ()
         dq_S, dk_S = (), ()
         dq_sum, dk_sum = (zero, zero, zero, zero), (zero, zero, zero, zero)
@@ -325,14 +325,17 @@ def _block(
             dq_4, dk_4 = (), ()
             for u in tl.static_range(1, 5):
                 k_t, q_t = _of(kq, S - back + 4 - u), _of(kq, 2 * S - back + 4 - u)
-                r = _reciprocal(J_S[S - back + 5 - u] + _of(priors, S - back + 4 - u), INTERPRETED)
+                prior_t = _of(priors, S - back + 4 - u)
+                r = _reciprocal(J_S[S - back + 5 - u] + prior_t, INTERPRETED)
                 X = M_S[S - back + 5 - u] * r
                 L = do_S[S - back + 4 - u] * r
-                Z = L * X
+                qZ = q_t * (L * X)
                 P_e += q_t * L
-                Q_e -= q_t * Z
+                Q_e -= qZ
                 if EXACT:
-                    dprior -= _of(decays, S - back + 4 - u) * q_t * Z
+                    dprior -= _of(decays, S - back + 4 - u) * qZ
+                else:
+                    dprior -= prior_t * qZ
                 kQ = k_t * Q_e
                 dv_new = (dv_S[S - back + 4 - u] + k_t * P_e,) + dv_new
                 dbeta_new = (dbeta_S[S - back + 4 - u] + k_t * kQ,) + dbeta_new
@@ -340,7 +343,7 @@ def _block(
                     (X * do_S[S - back + 4 - u],) + dq_4,
                     (P_e * v_S[S - back + 4 - u] + (2.0 * kQ) * beta_S[S - back + 4 - u],) + dk_4,
                 )
-                if DEEP_BLOCK:
+                if TAKEN:
                     decay_t = _of(decays, 2 * S - back + 4 - u)
                     P_e, Q_e = _decayed(P_e, decay_t), _decayed(Q_e, decay_t)
                 dlog_decay_new = (
@@ -372,10 +375,6 @@ def _block(
         tl.store(shares + key * 2 * S + lane, total, mask=_inside_of(key, K, KG * KEYS))
         place += V
         key += 1
-    if not EXACT:
-        dprior -= dlog_decay_S[0]
-        for t in tl.static_range(S):
-            dprior -= v_S[t] * dv_S[t] + beta_S[t] * dbeta_S[t]
     return dv_S, dbeta_S, dlog_decay_S, dprior
 
 
@@ -426,7 +425,7 @@ def gradients_kernel(
             )  # fmt: skip
             M_at, J_at = M_block, J_block
         gate = gates + (bh * BLOCKS + block) * 4 * S
-        decays, priors = tl.load(gate + lane), tl.load(gate + 2 * S + lane)  # (1 / c, decay) and (prior / c, rest)
+        decays, priors = tl.load(gate + lane), tl.load(gate + 2 * S + lane)  # (1 / c, taken) and (prior / c, rest)
         v_S, beta_S, do_S = (), (), ()
         for t in tl.static_range(S):
             place, in_T = rows_S * V + t * H * V + v_W, in_W & (t < T - t0)
