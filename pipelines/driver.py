@@ -27,8 +27,8 @@ from ray._private.state import available_resources_per_node
 from pipelines import environment, head
 from pipelines.board import Board
 from pipelines.objects import normal
+from pipelines.opening import open_store
 from pipelines.placement import Offer, Place, first, fits, later, refusal, take
-from pipelines.store import open_store
 from pipelines.work import Outcome, Request
 
 POLL_SECONDS = 0.1

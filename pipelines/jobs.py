@@ -18,8 +18,8 @@ from pipelines.board import Board
 from pipelines.code import Code
 from pipelines.head import Address, caller, identity, runs
 from pipelines.objects import is_url, normal
+from pipelines.opening import open_store
 from pipelines.progress import Follower, Progress
-from pipelines.store import open_store
 from pipelines.work import Outcome, Request
 from stages.spec import fingerprint
 

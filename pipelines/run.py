@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines import environment, slices, workspace
 from pipelines.objects import is_url
+from pipelines.opening import open_store
 from pipelines.placement import Offer, Place, first
-from pipelines.store import Store, open_store
+from pipelines.store import Store
 from pipelines.work import Outcome, Request, execute
 from stages import artifact
 from stages.command import HISTORY

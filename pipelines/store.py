@@ -67,15 +67,6 @@ def holder() -> dict[str, Any]:
     return {"host": socket.gethostname(), "namespace": _namespace(), **identity(psutil.Process())}
 
 
-def open_store(where: str | Path) -> Store:
-    """The store in a folder, or in the bucket of a URL (s3://bucket/path, gs://bucket/path). ValueError where a bucket cannot be used."""
-    if not objects.is_url(where):
-        return Store(Path(where))
-    from pipelines.remote import RemoteStore
-
-    return RemoteStore(str(where))
-
-
 @dataclass
 class Lease:
     """The right to write one attempt's folder, until a later attempt exists."""

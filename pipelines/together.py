@@ -17,7 +17,7 @@ from typing import Any
 from ray import exceptions
 
 from pipelines import environment, objects
-from pipelines.store import open_store
+from pipelines.opening import open_store
 from pipelines.work import Outcome, Request, execute
 from stages.spec import Context, Spec
 

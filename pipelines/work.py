@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import secrets
+from pipelines.opening import open_store
 from pipelines.placement import Place
-from pipelines.store import Busy, Lease, Store, open_store
+from pipelines.store import Busy, Lease, Store
 from stages import provenance, units
 from stages.engine import told_of_full_disk
 from stages.spec import Context, LeaseLost, Spec, Stopped, canonical

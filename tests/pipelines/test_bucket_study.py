@@ -11,9 +11,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipelines import run, status
+from pipelines.opening import open_store
 from pipelines.reading import load, read
 from pipelines.resolve import resolve
-from pipelines.store import open_store
 from stages import artifact
 from tests.pipelines.clone import ROOT, small
 from tests.pipelines.places import server

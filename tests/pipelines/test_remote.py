@@ -12,8 +12,9 @@ import pytest
 
 from pipelines import objects, remote
 from pipelines.objects import Bucket
+from pipelines.opening import open_store
 from pipelines.remote import RemoteLease, RemoteStore
-from pipelines.store import Busy, Lease, Store, open_store
+from pipelines.store import Busy, Lease, Store
 from stages import artifact, units
 from stages.spec import LeaseLost
 from tests.pipelines import places

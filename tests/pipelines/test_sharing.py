@@ -10,7 +10,7 @@ import pytest
 
 from pipelines import objects, sharing, workspace
 from pipelines.objects import Bucket
-from pipelines.store import open_store
+from pipelines.opening import open_store
 from pipelines.work import Request
 from stages import artifact, sources, units
 from stages.spec import Spec

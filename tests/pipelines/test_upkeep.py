@@ -12,7 +12,8 @@ import pytest
 
 from pipelines import objects, remote, upkeep
 from pipelines.objects import Bucket
-from pipelines.store import Store, open_store
+from pipelines.opening import open_store
+from pipelines.store import Store
 from stages import artifact, units
 from tests.pipelines import places
 
