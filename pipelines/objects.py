@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from stages import artifact
 from stages.sources import opened
 
 PATIENCE_SECONDS = 300.0  # for a bucket that does not answer
@@ -85,7 +86,7 @@ class Folder:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        write(self.root / name, data)
+        artifact.write_atomically(self.root / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name
@@ -273,19 +274,3 @@ def _entry(info: dict[str, Any]) -> Entry:
     modified = time_of.timestamp() if isinstance(time_of, datetime) else float(time_of)
     mark = info.get("ETag") or info.get("etag") or info.get("generation") or str(time_of)
     return Entry(info["size"], modified, f"{mark}-{modified}-{info['size']}")
-
-
-def write(path: Path, data: bytes) -> None:
-    """Bytes in a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise

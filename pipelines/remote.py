@@ -128,7 +128,7 @@ class RemoteStore(Store):
         finally:
             self._attempts_seen = None
             tokens = {key: token for key in self._listing(LOOK_SECONDS) if (token := self._tokens.get(key))}
-            objects.write(last, json.dumps({"published": tokens}).encode())
+            artifact.write_atomically(last, json.dumps({"published": tokens}).encode())
 
     def spec(self, key: str) -> str | None:
         text = self.bucket.read(f"specs/{key}")
@@ -321,9 +321,9 @@ class RemoteStore(Store):
             if had.get(name) == now[name] or (name in GROWING and len(here) == entries[name].size):
                 continue
             here = here if len(here) < entries[name].size else b""
-            objects.write(folder / name, here + (self.bucket.read(f"attempts/{key}/{number}/{name}", start=len(here)) or b""))
+            artifact.write_atomically(folder / name, here + (self.bucket.read(f"attempts/{key}/{number}/{name}", start=len(here)) or b""))
         if now != had:
-            objects.write(marks, json.dumps(now).encode())
+            artifact.write_atomically(marks, json.dumps(now).encode())
         folder.mkdir(parents=True, exist_ok=True)
 
     def resumable(self, key: str) -> list[Path]:

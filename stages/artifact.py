@@ -34,13 +34,13 @@ def file_digest(path: Path) -> str:
     return f"sha256:{sha.hexdigest()}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader sees the old one or the new one, also after a crash."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a small file so that a reader sees the old one or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

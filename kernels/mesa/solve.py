@@ -77,22 +77,9 @@ def right_side(
 
 @triton.jit
 def system(
-    m,
-    chunk,
-    k,
-    beta,
-    sums,
-    tags,
-    firsts,
-    scale,
-    first_row,
-    row_C,
-    real_C,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     """Of A = unit * (weight, start, Lambda / unit): k_CK, k_size_C, weight_CC, start_C, unit, and the gates."""
     k_CK, k_size_C = scaled(k + first_row * K, row_C, real_C, K, BK, MODE)
     reach_C = tl.load(beta + first_row + row_C, mask=real_C, other=0.0) * k_size_C * k_size_C

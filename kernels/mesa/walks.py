@@ -98,60 +98,14 @@ def ends(
     """
     if HEADS == "all":
         _ends(
-            x,
-            do,
-            back,
-            sums,
-            tags,
-            firsts,
-            high,
-            low,
-            scale,
-            dlast,
-            dhigh,
-            dlow,
-            dthrough,
-            dbegin,
-            T,
-            H,
-            N,
-            BH,
-            K,
-            V,
-            C,
-            BK,
-            BW,
-            MODE,
+            x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
             KEYS,
-        )
+        )  # fmt: skip
     elif (tl.load(hard + tl.program_id(1)) != 0) == (HEADS == "hard"):
         _ends(
-            x,
-            do,
-            back,
-            sums,
-            tags,
-            firsts,
-            high,
-            low,
-            scale,
-            dlast,
-            dhigh,
-            dlow,
-            dthrough,
-            dbegin,
-            T,
-            H,
-            N,
-            BH,
-            K,
-            V,
-            C,
-            BK,
-            BW,
-            MODE,
+            x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
             KEYS,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
