@@ -71,7 +71,7 @@ def test_paths_globs_and_folders_are_sorted_by_name_and_taken_once(tmp_path):
     ("nothing-here/*.parquet", "stands for no file"),
     ("nothing-here.parquet", "stands for no file"),
     ("strange://x/y", "no file, glob or URL"),
-    ("s3://bucket/x.parquet", "pip install s3fs"),
+    ("oss://bucket/x.parquet", "pip install ossfs"),
     ("gs://bucket/*.jsonl", "pip install gcsfs"),
 ])  # fmt: skip
 def test_a_name_that_stands_for_nothing_is_refused(tmp_path, url, message, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_hub_repository_is_pinned_by_its_commit(monkeypatch):
     files = ["hf://datasets/org/corpus/data/*.parquet", "hf://datasets/org/corpus@main/more.parquet"]
     assert sources.lock(Source(role="training", files=files)) == f"revision:{'c' * 40}" and asked == [("org/corpus", "dataset")]
     opened = []
-    monkeypatch.setattr(sources, "_open", lambda url: opened.append(url) or (_Listing(), url.removeprefix("hf://")))
+    monkeypatch.setattr(sources, "opened", lambda url: opened.append(url) or (_Listing(), url.removeprefix("hf://")))
     found = sources.expand(files, f"revision:{'c' * 40}")
     assert opened == [f"hf://datasets/org/corpus@{'c' * 40}/data/*.parquet", f"hf://datasets/org/corpus@{'c' * 40}/more.parquet"]
     assert all(file.pinned.startswith(f"revision:{'c' * 40}:") for file in found) and len({file.pinned for file in found}) == 2
