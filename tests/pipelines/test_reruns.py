@@ -49,6 +49,7 @@ EDITS: dict[str, list[Any]] = {
     "root": [], "study": ["other"], "outputs": [], "tracking": ["http://localhost:1"],
     "vocabulary.kind": [], "training.precision": ["bfloat16"], "training.on_nonfinite": ["skip"],
     "cluster.storage": [], "analysis.baseline": ["mesa"], "scales.tiny.key_size": [16], "training.floor": [0.2], "packing.epochs": [2],
+    "evaluation.settings_lengths.0": [512], "evaluation.lengths.2": [],  # one is of the other
 }  # fmt: skip
 
 
