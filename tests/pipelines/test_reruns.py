@@ -49,7 +49,6 @@ EDITS: dict[str, list[Any]] = {
     "root": [], "study": ["other"], "outputs": [], "tracking": ["http://localhost:1"],
     "vocabulary.kind": [], "training.precision": ["bfloat16"], "training.on_nonfinite": ["skip"],
     "cluster.storage": [], "analysis.baseline": ["mesa"], "scales.tiny.key_size": [16], "training.floor": [0.2], "packing.epochs": [2],
-    "evaluation.settings_lengths.0": [512], "evaluation.lengths.2": [],  # one is of the other
 }  # fmt: skip
 
 
@@ -61,6 +60,7 @@ def edits(params: dict[str, Any], path: tuple[Any, ...]) -> list[Any]:
         return EDITS[name]
     if (
         path[0] in ("grid", "references", "sweep")
+        or "lengths" in path  # those of solver settings are among them
         or name.endswith((".layer", ".role", ".format", ".column", ".id", ".pin"))
         or ".files." in name
         or ".where." in name
