@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,32 +16,8 @@ from pipelines.remote import RemoteLease, RemoteStore
 from pipelines.store import Busy, Lease, Store
 from stages import artifact, units
 from stages.spec import LeaseLost
-from tests.pipelines import places
 
 KEY, OTHER = "ab" * 32, "cd" * 32
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with places.server() as url:
-        yield url
-
-
-@pytest.fixture(params=places.KINDS)
-def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh place, with an empty cache."""
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
-    return places.url_of(request.param, tmp_path)
-
-
-@pytest.fixture(params=["memory", "s3"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
-    return places.url_of(request.param, tmp_path)
 
 
 def finish(lease: Lease, text: str = "made", key: str = KEY) -> None:
@@ -110,7 +85,7 @@ def test_one_of_many_at_once_gets_the_lease(where: str) -> None:
         except Busy:
             pass
 
-    threads = [threading.Thread(target=attempt) for _ in range(6)]
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

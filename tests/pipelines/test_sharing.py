@@ -18,14 +18,6 @@ from stages.spec import Spec
 UNIT = "ef" * 32
 
 
-@pytest.fixture(params=["folder", "memory"])
-def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    from tests.pipelines import places
-
-    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
-    return places.url_of(request.param, tmp_path)
-
-
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Spec, dict[str, Any]]:
     """A study's folder with packed rows, as `dvc pull` leaves it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,32 +14,9 @@ from pipelines.objects import Bucket
 from pipelines.opening import open_store
 from pipelines.store import Store
 from stages import artifact, units
-from tests.pipelines import places
 
 KEY, OTHER, UNIT = "ab" * 32, "cd" * 32, "ef" * 32
 LATER = 10 * 86400.0
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with places.server() as url:
-        yield url
-
-
-@pytest.fixture(params=places.KINDS)
-def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
-    return places.url_of(request.param, tmp_path)
-
-
-@pytest.fixture(params=["memory", "s3"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
-    return places.url_of(request.param, tmp_path)
 
 
 def publish(store: Store, key: str, text: str, *, unit: bool = False) -> None:
