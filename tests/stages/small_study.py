@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
-from stages import artifact, schemas, units
+from models import checkpoint
+from stages import artifact, schemas, train, units
 from stages.spec import Context, Spec, fingerprint
 
 VOCABULARY, BOS, LENGTH = 32, 0, 12
@@ -88,3 +90,17 @@ def evaluate_spec(*, weights: Spec, sets: list[str], lengths: list[int], setting
     inputs = {"weights": weights.key, "validation": key_of("validation"), **{f"evaluation/{name}": key_of(name) for name in sets}}
     parameters = same | {"reset": False, "precision": "float32", "lengths": lengths, "settings": settings or {}} | changes
     return Spec(stage="evaluate", versions={"evaluate": 1}, inputs=inputs, parameters=parameters)
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    return schemas.read(out / train.HISTORY, "history").to_pylist()
+
+
+def assert_same_run(alone: Path, out: Path, *, key: str, same: tuple[str, ...], near: dict[str, float]) -> None:
+    """The same but for the order of sums. same: columns of the history that are equal. near: column -> relative difference."""
+    for a, b in zip(history(alone), history(out), strict=True):
+        assert all(a[name] == b[name] for name in same)
+        assert all(b[name] == pytest.approx(a[name], rel=rel) for name, rel in near.items())
+    a, b = (checkpoint.load(folder / train.WEIGHTS)[0] for folder in (alone, out))
+    assert all(b[name] == pytest.approx(a[name], rel=2e-2, abs=2e-3) for name in a)
+    assert artifact.read(out, key=key, content=True)

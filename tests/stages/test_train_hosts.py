@@ -7,20 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from models import checkpoint
-from stages import artifact, schemas, train
+from stages import train
 from stages.spec import canonical
-from tests.stages.small_study import MESA, context, make_packed, train_spec
+from tests.stages.small_study import MESA, assert_same_run, context, make_packed, train_spec
 
 pytest.importorskip("jax")
 
 ROOT = Path(__file__).parents[2]
 SPEC = train_spec(model=MESA, steps=12, batch=8)
+same_run = partial(assert_same_run, key=SPEC.key, same=("tokens", "learning_rate"), near={"loss": 2e-4, "grad_norm": 2e-2})
 
 WORK = """
 import json, sys
@@ -77,20 +78,6 @@ def on_hosts(hosts: int, devices: int, out: Path, budget: Path, *, fsdp: int = 1
     return said[0][0]
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    return schemas.read(out / train.HISTORY, "history").to_pylist()
-
-
-def assert_same_run(out: Path, alone: Path) -> None:
-    """The same but for the order of sums."""
-    for a, b in zip(rows(alone), rows(out), strict=True):
-        assert a["tokens"] == b["tokens"] and a["learning_rate"] == b["learning_rate"]
-        assert b["loss"] == pytest.approx(a["loss"], rel=2e-4) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=2e-2)
-    a, b = (checkpoint.load(folder / train.WEIGHTS)[0] for folder in (alone, out))
-    assert all(b[name] == pytest.approx(a[name], rel=2e-2, abs=2e-3) for name in a)
-    assert artifact.read(out, key=SPEC.key, content=True)
-
-
 @pytest.mark.slow
 def test_two_hosts_train_as_one_device(tmp_path, budget, alone):
     """Stopped on two hosts, whose checkpoint is written by both, it goes on on one host of four devices."""
@@ -104,5 +91,5 @@ def test_two_hosts_train_as_one_device(tmp_path, budget, alone):
     whole, facts = checkpoint.load_together(newest)
     assert facts["step"] == "7" and not any("@" in name for name in whole)
     assert "Going on from step 7" in on_hosts(1, 4, out, budget, fsdp=2)
-    assert_same_run(out, alone)
+    same_run(alone, out)
     assert json.loads((out / "provenance.json").read_text())["devices"] == 4

@@ -6,19 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from models import checkpoint
-from stages import artifact, schemas, train
+from stages import artifact, train
 from stages.spec import Spec, Stopped, canonical
-from tests.stages.small_study import MESA, context, make_packed, train_spec
+from tests.stages.small_study import MESA, assert_same_run, context, history, make_packed, train_spec
 
 ROOT = Path(__file__).parents[2]
 SPEC = train_spec(model=MESA, steps=12)
+same_run = partial(assert_same_run, key=SPEC.key, same=("tokens", "event"), near={"loss": 1e-4, "grad_norm": 2e-3, "cg_steps": 0.02})
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +47,11 @@ def together(spec: Spec, folder: Path, out: Path, budget: Path, *more: str, coun
     )
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    return schemas.read(out / train.HISTORY, "history").to_pylist()
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """The same but for the order of sums."""
-    for a, b in zip(rows(one), rows(other), strict=True):
-        assert a["tokens"] == b["tokens"] and a["event"] == b["event"]
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=2e-3)
-        assert b["cg_steps"] == pytest.approx(a["cg_steps"], rel=0.02)
-    a, b = (checkpoint.load(out / train.WEIGHTS)[0] for out in (one, other))
-    assert all(b[name] == pytest.approx(a[name], rel=2e-2, abs=2e-3) for name in a)
-    assert artifact.read(other, key=SPEC.key, content=True)
-
-
 def test_two_train_as_one_does(tmp_path, budget, alone):
     process = together(SPEC, tmp_path, tmp_path / "out", budget, "--profile")
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert_same_run(alone, tmp_path / "out")
+    same_run(alone, tmp_path / "out")
     assert (tmp_path / "out" / "profile" / "kernels.txt").exists()
 
 
@@ -79,7 +64,7 @@ def test_a_run_goes_on_by_another_number_of_processes(tmp_path, budget, alone):
         train.run(SPEC, first, {"budget": budget}, context(stop_requested=lambda: next(polls) >= 7)[0])
     said, _ = together(SPEC, tmp_path, first, budget).communicate(timeout=120)
     assert "Going on from step 7" in said
-    assert_same_run(alone, first)
+    same_run(alone, first)
 
     longer = train_spec(model=MESA, steps=12, checkpoint_every=1)
     process = together(longer, tmp_path, second, budget)
@@ -91,7 +76,7 @@ def test_a_run_goes_on_by_another_number_of_processes(tmp_path, budget, alone):
     given, lines = context()
     train.run(longer, second, {"budget": budget}, given)
     assert any("Going on from step" in line.get("note", "") for line in lines)
-    assert rows(second)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=1e-4)
+    assert history(second)[-1]["loss"] == pytest.approx(history(alone)[-1]["loss"], rel=1e-4)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -113,7 +98,7 @@ def interrupt(process: subprocess.Popen[str], out: Path, number: signal.Signals,
 
 
 def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in rows(out)]
+    return [row["loss"] for row in history(out)]
 
 
 LONGER = train_spec(model=MESA, steps=32, checkpoint_every=1)
@@ -140,8 +125,8 @@ def test_one_two_and_four_processes_see_the_same_tokens(longer):
         other = losses(longer[count])
         assert other == pytest.approx(alone, rel=1e-4)
         assert max(abs(a - b) for a, b in zip(alone, other, strict=True)) < apart[len(apart) // 4]
-        assert [row["tokens"] for row in rows(longer[count])] == [row["tokens"] for row in rows(longer[1])]
-        assert {row["devices"] for row in rows(longer[count])} == {count}
+        assert [row["tokens"] for row in history(longer[count])] == [row["tokens"] for row in history(longer[1])]
+        assert {row["devices"] for row in history(longer[count])} == {count}
 
 
 @pytest.mark.slow
@@ -162,6 +147,6 @@ def test_four_then_two_then_one_process_end_as_one_does(tmp_path, budget, longer
     given, lines = context()
     train.run(LONGER, out, {"budget": budget}, given)
     assert any("Going on from step" in line.get("note", "") for line in lines)
-    by = [row["devices"] for row in rows(out)]
+    by = [row["devices"] for row in history(out)]
     assert by == sorted(by, reverse=True) and set(by) == {4, 2, 1}
     assert losses(out) == pytest.approx(losses(longer[1]), rel=1e-4)
