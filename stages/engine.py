@@ -112,7 +112,7 @@ def together(context: Context, precision: Precision, read: Read | None = None) -
         make = partial(make, team=team)
     try:
         if team.rank == 0:
-            with parallel.leading(team):
+            with parallel.leading():
                 yield team
         else:
             parallel.follow(team, make, *more)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from models import checkpoint
+from models.backends.dismissal import Dismissal
 from models.backends.jax import Trainer
 
 PATIENCE = 2 * 3600
@@ -191,21 +192,5 @@ def follow(team: Team, make: Callable[..., Trainer], read: Read) -> None:
         number += 1
 
 
-@contextlib.contextmanager
-def leading(team: Team) -> Iterator[None]:
-    """Inside, the others follow; at the end, however it comes, they are told so."""
-    try:
-        yield
-    finally:
-        dismiss()
-
-
-_dismissed = False
-
-
-def dismiss() -> None:
-    """Rank 0 tells those who follow, once, that there is no more to do."""
-    global _dismissed
-    if not _dismissed and jax.distributed.is_initialized():
-        _dismissed = True
-        tell(None)
+dismiss = Dismissal(jax.distributed.is_initialized, tell)
+leading = dismiss.leading

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from models.backends.dismissal import Dismissal
 
 PATIENCE = datetime.timedelta(hours=2)
 """What the others wait for rank 0, which may be writing a checkpoint or waiting for data."""
@@ -203,21 +205,5 @@ def follow(team: Team, make: Callable[..., Any]) -> None:
                 getattr(trainer, name)(*given, **options)
 
 
-@contextlib.contextmanager
-def leading(team: Team) -> Iterator[None]:
-    """Inside, the others follow; at the end, however it comes, they are told so."""
-    try:
-        yield
-    finally:
-        dismiss()
-
-
-_dismissed = False
-
-
-def dismiss() -> None:
-    """Rank 0 tells those who follow, once, that there is no more to do."""
-    global _dismissed
-    if not _dismissed and dist.is_initialized():
-        _dismissed = True
-        Team.tell(None)
+dismiss = Dismissal(dist.is_initialized, Team.tell)
+leading = dismiss.leading
