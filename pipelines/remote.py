@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import objects, secrets
-from pipelines.files import link, link_tree
+from pipelines.files import link
 from pipelines.objects import Entry
 from pipelines.store import Busy, Lease, Store, holder, holder_is_alive
 from stages import artifact, rows
@@ -447,22 +447,13 @@ class RemoteStore(Store):
 
     # Units (stages.units.Shelf)
 
-    def fetch(self, key: str, folder: Path) -> bool:
+    def _bring_unit(self, key: str) -> None:
         now = time.monotonic()
         if self._units is None or now - self._units[0] > UNITS_SECONDS:
             self._units = now, {name.removeprefix("units/") for name in self.bucket.list("units")}
         if key not in self._units[1]:
-            return False
-        try:
-            files = _files(self.bucket.read(f"units/{key}") or b"")
-            place = self.root / "units" / key[:2] / key
-            self._bring(files, place)
-            artifact.read(place, key=key)
-        except ValueError:
-            return False
-        shutil.rmtree(folder, ignore_errors=True)
-        link_tree(place, folder)
-        return True
+            raise ValueError(f"The store has no unit {key[:12]}.")
+        self._bring(_files(self.bucket.read(f"units/{key}") or b""), self._unit(key))
 
     def keep(self, key: str, folder: Path) -> None:
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

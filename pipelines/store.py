@@ -313,10 +313,14 @@ class Store:
     def _unit(self, key: str) -> Path:
         return self.root / "units" / key[:2] / key
 
+    def _bring_unit(self, key: str) -> None:
+        """Have a shared unit at its place on this machine: in a folder it is there. ValueError where there is none."""
+
     def fetch(self, key: str, folder: Path) -> bool:
         """Link the shared unit of this key to `folder`; False where there is none or it is damaged."""
         unit = self._unit(key)
         try:
+            self._bring_unit(key)
             artifact.read(unit, key=key)
         except ValueError:
             return False
