@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +171,8 @@ class Try:
 # The faults
 
 
-def killed(self: Try) -> None:
-    child = self.begin()
-    self.wait_a_moment()
-    child.send(signal.SIGKILL)
-    child.wait()
-    self.look_for_orphans(child)
-    self.recover(self.standing())
-
-
-def killed_twice(self: Try) -> None:
-    for _ in range(2):
+def killed(self: Try, times: int = 1) -> None:
+    for _ in range(times):
         child = self.begin()
         self.wait_a_moment()
         child.send(signal.SIGKILL)
@@ -375,7 +367,7 @@ Try.forget = forget
 
 FAULTS: dict[str, Callable[[Try], None]] = {
     "kill -9": killed,
-    "kill -9 twice": killed_twice,
+    "kill -9 twice": partial(killed, times=2),
     "SIGTERM": terminated,
     "disk full": disk_full,
     "SIGSTOP, lease stolen, SIGCONT": suspended,
