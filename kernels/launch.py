@@ -99,7 +99,7 @@ def choose_assembler() -> str | None:
     """Have Triton use the newer of the two ptxas that it carries, unless TRITON_PTXAS_PATH names one; its path.
 
     For all before Blackwell Triton takes its ptxas of CUDA 12.8, which at times leaves out a write to a uniform register: the descriptor of
-    a wgmma is then garbage, and the kernel ends in an illegal read, or does not. Seen on an H200 in five kernels, with neither 12.9 nor 13.0.
+    a wgmma is then garbage, and the kernel ends in an illegal read, or does not. Seen on an H200 in three kernels, with neither 12.9 nor 13.0.
     """
     import triton
 
