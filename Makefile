@@ -21,7 +21,7 @@ test: environment
 
 # The contracts of tests/kernels for the GPU's kernels, in Triton's interpreter: a process of its own, since what is interpreted cannot be compiled.
 interpreted: environment
-	TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest tests/kernels/test_contracts.py
+	TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest tests/kernels/test_bounds.py tests/kernels/test_contracts.py
 
 slow: environment
 	$(BIN)/python -m pytest -m "slow and not gpu"
