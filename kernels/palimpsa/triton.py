@@ -12,8 +12,8 @@ for one key, and comes back through them:
 dv and dbeta stay in registers over all keys; dq and dk are summed over a warp's values for each key and token. What all threads of a warp
 need of a key, k and q of the block's tokens, its threads fetch one number each, a key ahead, and tell each other (`_of`).
 With c_t the decay from a block's start, the recursions are of M / c, J / c, c P and c Q, so that no token multiplies a state by its decay:
-v, beta and prior are divided by c_t instead. Where c_t would fall below exp(DEEP), or the state is dropped, the states take c_t upon them and
-c is 1 again from there: a token never knows what comes after it.
+v, beta and prior are divided by c_t instead. Where c_t would fall below exp(DEEP), the state is dropped, or a row begins, the states take c_t
+upon them and c is 1 again from there: a token never knows what comes after it, nor what a state held that it does not go on with.
 bfloat16: the states at the starts of chunks are products of rounded operands, the sums over values are tf32; all else is float32.
 
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, S tokens of a block; tensors [W, 32] and [KG, 32]
@@ -161,7 +161,7 @@ def spread_kernel(
         here = slot == t
         own = tl.sum(tl.where(here, log_decay_S, 0.0), 0)
         log_c += own
-        anew = log_c < DEEP
+        anew = (log_c < DEEP) | (block * S + t == 0)
         own_taken = tl.where(anew, tl.where(own < GONE, 0.0, tl.exp(log_c)), 1.0)
         taken_S = tl.where(here, own_taken, taken_S)
         any_taken = tl.where(anew, 1.0, any_taken)
