@@ -51,7 +51,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "items": "int64", "metric": "string", "score": "double", "chance": "double", "accuracy_tokens": "double", "accuracy_none": "double",
         "accuracy_bytes": "double", "nll": "double", "perplexity": "double", "truncated": "int64", "answers_cut": "int64", "shots_dropped": "int64",
     },
-    # What a Mesa head and a Palimpsa head do, in a bin of positions first..position (stages/evaluation/inside.py).
+    # What a Mesa head and a Palimpsa head do, in a bin of positions first..position (stages/heads.py).
     "internals": {
         "block": "int64", "head": "int64", "first": "int64", "position": "int64", "sequences": "int64", "gamma": "float64", "beta": "float64",
         "steps": "float64", "cosine": "float64", "condition": "float64", "lambda_low": "float64", "lambda_mean": "float64", "lambda_high": "float64",

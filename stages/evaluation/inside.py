@@ -1,27 +1,17 @@
-"""A unit of what a model's layers do inside, on a few validation sequences: Mesa's solver (MesaNet, appendix O), Palimpsa's memory (arXiv 2602.09075).
-
-A file a kind of layer: internals.parquet of Mesa's, memory.parquet of Palimpsa's. A row per block, head and bin of positions first..position,
-over all sequences. What a token has, such as gates, is a mean over the bin's tokens; what a state has is of the state behind the bin's last token, a
-mean over sequences: the condition of H_t + Lambda; the importance of Palimpsa's entries, and their ratio (most - least) / least.
-
-Shapes: T time, P positions, H heads, K key size, V value size.
-"""
+"""A unit of what a model's layers do inside, on a few validation sequences: a file a kind of layer, see stages/heads.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from stages import schemas
 from stages.evaluation import sequences
 from stages.evaluation.parameters import VALIDATION, Parameters
 from stages.evaluation.scorer import Scorer
 from stages.evaluation.unit import write
+from stages.heads import Heads, bins
 from stages.spec import Spec
 
 if TYPE_CHECKING:
@@ -29,45 +19,7 @@ if TYPE_CHECKING:
 
     from models.backbone import Model
 
-Found = Mapping[str, np.ndarray]  # a layer's internals on one sequence, see its `internals`
-
 FOLDER = "internals"
-TOLERANCE = 1e-3  # of a token's first residual, that solvers are asked for (MesaNet's)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of layer. table: its file's and schema's name. tokens: what every token has, [1, T, H]. states: -> column: [P, H] of the states behind
-    positions. heads: -> column: [H], the same for all sequences. Columns that a layer has nothing for are null."""
-
-    table: str
-    tokens: tuple[str, ...]
-    states: Callable[[Found], dict[str, np.ndarray]]
-    heads: Callable[[Found], dict[str, np.ndarray]] = lambda found: {}
-
-
-def _condition(found: Found) -> dict[str, np.ndarray]:
-    eigenvalues_PHK = np.linalg.eigvalsh(found["system"][0].astype(np.float64))  # rising
-    return {"condition": eigenvalues_PHK[..., -1] / eigenvalues_PHK[..., 0]}
-
-
-def _lambda(found: Found) -> dict[str, np.ndarray]:
-    lam_HK = found["lambda"]
-    return {"lambda_low": lam_HK.min(-1), "lambda_mean": lam_HK.mean(-1), "lambda_high": lam_HK.max(-1)}
-
-
-def _importance(found: Found) -> dict[str, np.ndarray]:
-    if "importance" not in found:
-        return {}
-    entries_PHN = found["importance"][0].astype(np.float64)
-    entries_PHN = entries_PHN.reshape(*entries_PHN.shape[:2], -1)
-    low, mean, high = entries_PHN.min(-1), entries_PHN.mean(-1), entries_PHN.max(-1)
-    return {"importance_low": low, "importance_mean": mean, "importance_high": high, "ratio": (high - low) / low}
-
-
-MESA = Kind(FOLDER, ("gamma", "beta", "steps", "cosine"), _condition, _lambda)
-PALIMPSA = Kind("memory", ("log_window", "beta"), _importance)
-KINDS = (MESA, PALIMPSA)
 
 
 @dataclass(frozen=True)
@@ -81,64 +33,19 @@ class Inside:
 
     def make(self, folder: Path, inputs: dict[str, Path], scorer: Scorer) -> None:
         """Look at the sequences, one at a time."""
-        from models import internals
-
-        model, parameters = scorer.trainer.model, scorer.parameters
-        params = model.framework.to_arrays(scorer.trainer.weights(), scorer.device)
-        dtype = model.ops.bfloat16 if parameters.precision == "bfloat16" else None
+        parameters, trainer = scorer.parameters, scorer.trainer
         spans = bins(parameters.sequence_length)
-        lasts = tuple(last for _, last in spans)
-        blocks: dict[int, Block] = {}
-        number = 0
-        for number, one in enumerate(islice(sequences.rows(inputs[VALIDATION], parameters), self.count), start=1):
-            given = {"tolerance": TOLERANCE, "segments": None if one.segments is None else one.segments[None], "dtype": dtype}
-            for block, found in internals.look(model, params, one.tokens[None, :-1], lasts, **given).items():
-                blocks.setdefault(block, Block(MESA if "system" in found else PALIMPSA)).add(found, spans)
-            scorer.seen(sequences=number)
+        heads = Heads(trainer.model, trainer.weights(), scorer.device, precision=parameters.precision, spans=spans)
+        for one in islice(sequences.rows(inputs[VALIDATION], parameters), self.count):
+            heads.add(one)
+            scorer.seen(sequences=heads.count)
             scorer.poll()
-        for kind in KINDS:
-            if own := {block: seen for block, seen in blocks.items() if seen.kind is kind}:
-                rows = [row for block, seen in own.items() for row in seen.rows(block, spans, number)]
-                write(folder / f"{kind.table}.parquet", kind.table, self.key, rows)
+        for table, rows in heads.rows().items():
+            write(folder / f"{table}.parquet", table, self.key, rows)
 
     def tables(self, folder: Path) -> dict[str, pa.Table]:
         """Its files stay its own."""
         return {}
-
-
-class Block:
-    """Sums over sequences of what a block's layer does."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.sums: dict[str, np.ndarray] = {}  # [P, H]
-        self.heads: dict[str, np.ndarray] = {}
-
-    def add(self, found: Found, spans: list[tuple[int, int]]) -> None:
-        """One sequence's."""
-        here = {name: found[name][0] for name in self.kind.tokens if name in found}
-        means = {name: np.stack([x[first - 1 : last].mean(0, dtype=np.float64) for first, last in spans]) for name, x in here.items()}
-        for name, value_PH in (means | self.kind.states(found)).items():
-            self.sums[name] = self.sums.get(name, 0.0) + value_PH
-        self.heads = self.kind.heads(found)
-
-    def rows(self, block: int, spans: list[tuple[int, int]], count: int) -> list[dict[str, Any]]:
-        """A row a head and bin."""
-        columns = schemas.COLUMNS[self.kind.table]
-        found = []
-        for head in range(next(iter(self.sums.values())).shape[1]):
-            for place, (first, last) in enumerate(spans):
-                own = {"block": block, "head": head, "first": first, "position": last, "sequences": count}
-                own |= {name: float(values[place, head]) / count for name, values in self.sums.items()}
-                own |= {name: float(values[head]) for name, values in self.heads.items()}
-                found.append(dict.fromkeys(columns) | own)
-        return found
-
-
-def bins(length: int) -> list[tuple[int, int]]:
-    """(first, last) of positions 1..length, each last twice the one before, and the length."""
-    lasts = [1 << power for power in range(length.bit_length()) if 1 << power < length] + [length]
-    return list(zip([1, *(last + 1 for last in lasts[:-1])], lasts, strict=True))
 
 
 def inside_units(spec: Spec, parameters: Parameters, model: Model) -> list[Inside]:

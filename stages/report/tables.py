@@ -275,14 +275,14 @@ def cg_positions(study: Study) -> pa.Table:
 
 
 def internals(study: Study) -> pa.Table:
-    """What Mesa's heads do, by block, head and bin of positions first..position: see stages/evaluation/inside.py."""
+    """What Mesa's heads do, by block, head and bin of positions first..position: see stages/heads.py."""
     kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
     kinds |= dict.fromkeys(("gamma", "beta", "steps", "cosine", "condition", "lambda_low", "lambda_mean", "lambda_high"), pa.float64())
     return _table((run.names | row for run in study.runs for row in run.internals), NAMES | kinds)
 
 
 def memory(study: Study) -> pa.Table:
-    """What Palimpsa's heads remember, by block, head and bin of positions first..position: see stages/evaluation/inside.py."""
+    """What Palimpsa's heads remember, by block, head and bin of positions first..position: see stages/heads.py."""
     kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
     kinds |= dict.fromkeys(("log_window", "beta", "ratio", "importance_low", "importance_mean", "importance_high"), pa.float64())
     return _table((run.names | row for run in study.runs for row in run.memory), NAMES | kinds)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from stages import artifact, evaluate, schemas, train
-from stages.evaluation import inside, sequences
+from stages import artifact, evaluate, heads, schemas, train
+from stages.evaluation import sequences
 from stages.evaluation.parameters import Parameters
 from stages.evaluation.scorer import Scorer
 from tests.stages.small_study import GLA, LENGTH, MESA, context, evaluate_spec, make_packed, train_spec
@@ -93,7 +93,7 @@ def test_states_that_are_reset_are_looked_at_so(study, tmp_path):
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 12, 2048])
 def test_bins_cover_every_position_once(length):
-    found = inside.bins(length)
+    found = heads.bins(length)
     assert [place for first, last in found for place in range(first, last + 1)] == list(range(1, length + 1))
 
 
