@@ -44,5 +44,6 @@ def look(
 
         return through
 
-    model.through_blocks(params, tokens_BT, None, segments, dtype=dtype, transform=watched)
+    with model.framework.aside():
+        model.through_blocks(params, tokens_BT, None, segments, dtype=dtype, transform=watched)
     return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from stages import artifact, engine, initial, provenance, schemas, units
+from stages import artifact, course, engine, initial, provenance, schemas, units
 from stages.command import main
 from stages.evaluation.asked import task_units
 from stages.evaluation.inside import inside_units
@@ -40,7 +40,7 @@ def wanted(spec: Spec, parameters: Parameters, model: Model) -> list[Unit]:
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
     """Write the units `<set>-<length>[-<setting>]/` (nll, positions and perplexity.parquet), `<task>@<shots>[-<setting>]/` (tasks and
     scores.parquet) and `internals/`, and over all of them perplexity.parquet, positions.parquet, as trained, and, where there are any,
-    domains.parquet and scores.parquet.
+    domains.parquet and scores.parquet; and what was seen inside while the weights were trained, where it was looked at.
 
     inputs: "weights", "validation", "evaluation/<set>", "items/<task>", "vocabulary" (for tasks): their folders. context.settings: batch_tokens, backend, compile.
     Raises Stopped when asked to stop; the units that are complete are kept.
@@ -74,7 +74,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
                     context.fence()
         context.fence()
         units.keep_only(out, {unit.name for unit in everything})
-        known = _collect(out, everything, spec.key)
+        known = _collect(out, everything, spec.key) | course.hand_on(inputs["weights"], out, spec.key)
         provenance.write(out, spec, context, started=started, kernels=kernels.chosen() if missing else {}, **facts)
         artifact.write(out, key=spec.key, stage=spec.stage, files=known, inputs=digests, known=known)
         context.progress(step=len(everything), of=len(everything))

@@ -1,7 +1,8 @@
 """The history of a training run: a row a step, appended while it runs, one Parquet file at its end.
 
 The log (`history.jsonl`) is made durable just before each checkpoint, which records the log's length; who resumes from
-that checkpoint cuts the log to it. So every step is there exactly once, whenever the run was killed.
+that checkpoint cuts the log to it. So every step is there exactly once, whenever the run was killed. What was looked at between
+steps (stages/course.py) stands in the same log, in lines of its own, and so is there exactly once too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stages import schemas
 from stages.artifact import write_atomically
 
 LOG = "history.jsonl"
+LOOK = "after"  # what a line that is no step's has: after how many steps it was looked
 BLOCK = 4096
 
 Row = dict[str, Any]
@@ -35,6 +37,11 @@ class History:
     def append(self, row: Row) -> None:
         """Add a step's row; it becomes durable with the next `flush`."""
         self.waiting.append(json.dumps(row) + "\n")
+
+    def append_look(self, look: Row) -> None:
+        """Add what was looked at after `look[LOOK]` steps; durable as they are."""
+        assert LOOK in look
+        self.waiting.append(json.dumps(look) + "\n")
 
     def flush(self) -> int:
         """Make every row durable. Returns the log's length in bytes."""
@@ -64,7 +71,7 @@ class History:
         try:
             with path.open("rb") as file:
                 text = file.read(length).decode()
-            found = [row["step"] for row in _parse(text.splitlines())]
+            found = [row["step"] for row in _parse(text.splitlines()) if not _is_look(row)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error})") from error
         if len(text.encode()) != length or found != list(range(1, step + 1)):
@@ -77,7 +84,14 @@ class History:
         self.length = length
 
     def rows(self) -> Iterator[Row]:
-        """Every row so far, in order."""
+        """Every step's row so far, in order."""
+        return (row for row in self._lines() if not _is_look(row))
+
+    def looks(self) -> Iterator[Row]:
+        """Everything that was looked at so far, in order."""
+        return (row for row in self._lines() if _is_look(row))
+
+    def _lines(self) -> Iterator[Row]:
         if self.length:
             with self.path.open() as file:
                 yield from _parse(file)
@@ -94,6 +108,10 @@ class History:
 
 def _parse(lines: Any) -> Iterator[Row]:
     return (json.loads(line) for line in lines)
+
+
+def _is_look(row: Row) -> bool:
+    return LOOK in row
 
 
 def _blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:

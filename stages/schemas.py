@@ -66,6 +66,9 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
+# The same of a model after some steps of its training (stages/course.py).
+COLUMNS |= {f"{name}_course": {"step": "int64", "tokens": "int64"} | COLUMNS[name] for name in ("internals", "memory")}
+
 FREE = "table"  # the analysis's tables: any columns, the same metadata
 
 

@@ -26,6 +26,8 @@ from pydantic import Field, ValidationError
 from stages import artifact, engine, initial, provenance
 from stages.checkpoints import Checkpoints
 from stages.command import main
+from stages.course import Course, Internals
+from stages.evaluation.parameters import VALIDATION
 from stages.history import LOG, History, Row, Spikes
 from stages.profile import Profile
 from stages.schedule import learning_rate
@@ -61,6 +63,7 @@ class Training(Strict):
     reset: whether states start anew at each document in a row. on_nonfinite: what happens when a loss or gradient is not finite:
     stop with what there is; skip that step's update; roll back to the last checkpoint and leave out that batch on the way.
     checkpoint_every: steps; never in a spec (nor in `model_dump`), since it changes no result. deterministic: bit-exact resume on a GPU too, which costs some speed.
+    internals: how often layers that can are looked at inside on the way (stages/course.py); null: never. It changes no weight.
     """
 
     batch: int = Field(ge=1)
@@ -74,12 +77,14 @@ class Training(Strict):
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     checkpoint_every: int = Field(default=1000, ge=1, exclude=True)
     deterministic: bool = False
+    internals: Internals | None = None
 
 
 class Parameters(Training):
     """What a training's spec holds: `training:`, its cell's model and scale as params.yaml has them, and the sizes that follow.
 
     steps: of the whole run. learning_rate: the peak. init: of a training that starts from the weights of another (see stages/initial.py).
+    internals_code: the version of what is looked at.
     """
 
     model: dict[str, Any]
@@ -90,13 +95,15 @@ class Parameters(Training):
     steps: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     init: initial.Initial | None = None
+    internals_code: int = 1
 
 
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:
-    """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone, and of model.json where it was
-    found out which layers to replace).
+    """Write weights.safetensors, history.parquet, provenance.json and artifact.json (of the weights alone, of model.json where it was
+    found out which layers to replace, and of what `internals` saw).
 
-    inputs: "budget", the file packed/budgets/<budget>.json, and "initial", the weights' folder that `init` is about. context.settings: peak_flops (of the device, for MFU), micro_batch
+    inputs: "budget", the file packed/budgets/<budget>.json; "initial", the weights' folder that `init` is about; "validation", the folder
+    packed/validation, for `internals`. context.settings: peak_flops (of the device, for MFU), micro_batch
     (sequences at once on each device; found out if not given), backend, compile, devices, fsdp, rematerialise (see stages/engine.py), profile (write
     profile/ of a few steps). Of several processes that were started together, the first does all of this, and the others help it.
     Raises Stopped when asked to stop, with a checkpoint saved.
@@ -165,6 +172,8 @@ class Run:
         self.profile = Profile(out, self.model if context.settings.get("profile") else None)
         self.checkpoint_every = context.settings.get("checkpoint_every", parameters.checkpoint_every)
         self.device = engine.device(self.model, context, parameters.precision)
+        wanted, folder = parameters.internals, inputs.get(VALIDATION)
+        self.course = Course(wanted, parameters, spec, folder, self.model, self.device) if wanted else None
         self.trainer, self.step, self.saved = self._trainer(), 0, -1
         self.share = parameters.batch // self.trainer.devices  # of a batch, what one device takes
         self.micro_batch = context.settings.get("micro_batch") or at_once(self.share, parameters.sequence_length)
@@ -175,6 +184,7 @@ class Run:
     def to_the_end(self) -> None:
         """Take every step that is left, then write the results."""
         with self.batches, self.profile:
+            self.look()
             while self.step < self.parameters.steps:
                 if self.context.stop_requested():
                     self.settle()
@@ -182,7 +192,9 @@ class Run:
                     raise Stopped(f"at step {self.step} of {self.parameters.steps}; run again to go on.")
                 self.launch()
                 last = self.launched % self.checkpoint_every == 0 or self.launched == self.parameters.steps
-                self.settle(0 if last or self.skips else self.trainer.ahead)  # a checkpoint holds its steps and no other's
+                last = last or (self.course is not None and self.course.due(self.launched))
+                self.settle(0 if last or self.skips else self.trainer.ahead)  # a checkpoint, or a look, is of its steps and no other's
+                self.look()
                 if self.step % self.checkpoint_every == 0:
                     self.save()
             self.save()
@@ -203,6 +215,8 @@ class Run:
         for found in self.checkpoints.usable(dict.fromkeys([self.out, *self.context.resume_from]), self._note):
             try:
                 self.history.resume(found.out, length=found.history, step=found.step)
+                if self.course is not None:
+                    self.course.resume(self.history.looks(), found.step)
                 self.trainer.load_state_dict(found.state)
             except ValueError as error:
                 self._note(f"The checkpoint of step {found.step} is passed over: {error}.")
@@ -214,6 +228,8 @@ class Run:
             break
         else:
             self.history.start()
+            if self.course is not None:
+                self.course.start()
             self.trainer = self.trainer if fresh else self._trainer()
             self.step, self.saved = 0, -1
         self.spikes, self.skips = Spikes(), 0
@@ -244,6 +260,12 @@ class Run:
         others = getattr(self.trainer, "save_others", None)  # of processes that hold the state together
         self.checkpoints.save(self.trainer.state_dict(), step=self.step, history=length, others=others)
         self.saved = self.step
+
+    def look(self) -> None:
+        """Look inside where that is due: it is durable with the next checkpoint, like the steps before it."""
+        if self.course is not None and self.course.due(self.step):
+            assert not self.under_way
+            self.history.append_look(self.course.look(self.trainer, self.step))
 
     # One step
 
@@ -386,6 +408,7 @@ class Run:
         self.context.fence()
         checkpoint.save(self.out / WEIGHTS, self.trainer.weights(), {"key": key, "step": str(self.step)})
         self.history.to_parquet(self.out / HISTORY, key=key)
+        looked = [] if self.course is None else self.course.write(self.out, self.history.looks(), key)
         provenance.write(
             self.out,
             self.spec,
@@ -405,8 +428,8 @@ class Run:
             self.out,
             key=key,
             stage=self.spec.stage,
-            files=[WEIGHTS, *self.start.files],
-            inputs={"budget": self.input_digest, **self.start.digests},
+            files=[WEIGHTS, *self.start.files, *looked],
+            inputs={"budget": self.input_digest, **self.start.digests, **(self.course.digests if self.course else {})},
         )
 
 

@@ -5,6 +5,7 @@ Weights are float32; activations are float32 or bfloat16. Shapes: B batch, T tim
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +38,10 @@ def to_arrays(values: Mapping[str, np.ndarray], device: str | None = None) -> Pa
 def to_numpy(value: jax.Array) -> np.ndarray:
     """A copy on the host."""
     return np.array(value)
+
+
+aside = contextlib.nullcontext
+"""See models.backends.torch: JAX computes gradients only where it is asked to, and what is deterministic is compiled so."""
 
 
 def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:

@@ -6,10 +6,11 @@ Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,18 @@ def grow_segments() -> None:
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ):
         choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         choose("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What is inside is computed without gradients and by any algorithm, also beside a training that is deterministic."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def find_device(asked: str, *, precision: str, threads: int | None = None) -> str:

@@ -36,7 +36,8 @@ class Inside:
         parameters, trainer = scorer.parameters, scorer.trainer
         spans = bins(parameters.sequence_length)
         heads = Heads(trainer.model, trainer.weights(), scorer.device, precision=parameters.precision, spans=spans)
-        for one in islice(sequences.rows(inputs[VALIDATION], parameters), self.count):
+        rows = sequences.rows(inputs[VALIDATION], length=parameters.sequence_length, reset=parameters.reset)
+        for one in islice(rows, self.count):
             heads.add(one)
             scorer.seen(sequences=heads.count)
             scorer.poll()

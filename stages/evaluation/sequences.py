@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from stages import artifact, engine, schemas
-from stages.evaluation.parameters import VALIDATION, Parameters
+from stages.evaluation.parameters import VALIDATION
 
 ROWS = 256  # of validation, read at once
 POOL_TOKENS = 1 << 22  # sequences are sorted by length within so many tokens
@@ -37,20 +37,18 @@ class Sequence:
         return len(self.tokens) - 1
 
 
-def rows(folder: Path, parameters: Parameters) -> Iterator[Sequence]:
-    """The packed validation rows."""
+def rows(folder: Path, *, length: int, reset: bool) -> Iterator[Sequence]:
+    """The packed validation rows, of this length. reset: with the segments at which states start anew."""
     from stages.rows import validation
 
     found = validation(folder)
-    if found.sequence_length != parameters.sequence_length:
-        raise ValueError(
-            f"{folder} has rows of {found.sequence_length} tokens, wanted {parameters.sequence_length}. Run the pack stage again."
-        )
+    if found.sequence_length != length:
+        raise ValueError(f"{folder} has rows of {found.sequence_length} tokens, wanted {length}. Run the pack stage again.")
     for start in range(0, len(found), ROWS):
         tokens_NT1, lengths = found.read(start, min(start + ROWS, len(found)))
-        segments_NT = engine.segment_ids(lengths, parameters.sequence_length)
+        segments_NT = engine.segment_ids(lengths, length)
         for tokens, segments in zip(tokens_NT1.astype(np.int32), segments_NT, strict=True):
-            yield Sequence(tokens, VALIDATION, 0, segments if parameters.reset else None)
+            yield Sequence(tokens, VALIDATION, 0, segments if reset else None)
 
 
 def documents(folder: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -114,7 +114,7 @@ class Texts:
     def _sequences(self, folder: Path, parameters: Parameters) -> Iterator[Sequence]:
         """What is scored, in the set's order."""
         if self.input == VALIDATION:
-            return sequences.rows(folder, parameters)
+            return sequences.rows(folder, length=parameters.sequence_length, reset=parameters.reset)
         return sequences.windows(sequences.documents(folder), length=self.length, bos=parameters.bos)
 
     def tables(self, folder: Path) -> dict[str, pa.Table]:

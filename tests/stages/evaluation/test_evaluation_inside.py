@@ -62,7 +62,7 @@ def test_the_mean_forget_gate_is_the_one_that_training_records(study, tmp_path):
 
     model = models.build(MESA, parameters.scale, vocab_size=parameters.vocab_size)
     scorer = Scorer(model, parameters, study["mesa"]["weights"], context()[0])
-    tokens = np.stack([one.tokens for one in sequences.rows(study["mesa"]["validation"], parameters)])
+    tokens = np.stack([one.tokens for one in sequences.rows(study["mesa"]["validation"], length=LENGTH, reset=False)])
     assert np.mean(by_head) == pytest.approx(scorer.trainer.nll(tokens)[1]["gamma"], rel=1e-5)
 
 
@@ -119,7 +119,7 @@ def test_the_last_ratio_and_window_are_those_that_training_records(study, tmp_pa
 
     model = models.build(PALIMPSA, parameters.scale, vocab_size=parameters.vocab_size)
     scorer = Scorer(model, parameters, study["palimpsa_d"]["weights"], context()[0])
-    tokens = np.stack([one.tokens for one in sequences.rows(study["palimpsa_d"]["validation"], parameters)])
+    tokens = np.stack([one.tokens for one in sequences.rows(study["palimpsa_d"]["validation"], length=LENGTH, reset=False)])
     recorded = scorer.trainer.nll(tokens)[1]
     ratios = [row["ratio"] for row in found if row["position"] == LENGTH]
     assert recorded["importance_ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
