@@ -10,7 +10,7 @@ from models.backbone import Model
 from pipelines import tuning
 from pipelines.params import Cell, Params, cells
 from stages import items, pack
-from stages.evaluation.parameters import takes
+from stages.evaluation.parameters import VALIDATION, takes
 from stages.spec import Spec, Strict, fingerprint
 from stages.tasks.entry import SCHEMAS
 
@@ -72,6 +72,11 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
         training = plain(tuning.training_of(params, cell.model)) | what
         training |= {"steps": params.steps(cell.budget), "learning_rate": params.learning_rate(cell.model, cell.scale, cell.budget)}
         given = {"budget": pack.budget_key(packed, rows[cell.budget])}
+        if not internals.can(model):
+            training.pop("internals", None)
+        elif params.training.internals:
+            training["internals_code"] = versions["tasks"]["internals"]
+            given[VALIDATION] = pack.validation_key(packed)
         if (init := tuning.init_of(params.models[cell.model])) and (source := tuning.source_of(params, cell)):
             training["init"] = init.model_dump(include={"drop", "replace"})
             given["initial"] = found["train", source].key
@@ -98,7 +103,7 @@ def specs(params: Params, versions: dict[str, dict[str, int]]) -> Specs:
             evaluation["tasks"] = tasks
             texts["vocabulary"] = vocabulary.key
             texts |= {f"items/{name}": items.item_key(asked_of, name) for name in units if name.removesuffix(items.EXAMPLES) in tasks}
-        spec("evaluate", cell.name, evaluation, {"weights": trained.key, "validation": pack.validation_key(packed), **texts})
+        spec("evaluate", cell.name, evaluation, {"weights": trained.key, VALIDATION: pack.validation_key(packed), **texts})
 
     spec(
         *ANALYZE,
