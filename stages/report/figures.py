@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from stages.evaluation.parameters import TRAINED
 from stages.report import scaling, style
+from stages.report.courses import COURSES
 from stages.report.maps import MAPS
 from stages.report.study import Study
 from stages.report.style import FAINT, GRID, INK, RAMP, WIDTH, Style
@@ -59,6 +60,7 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         cg_inference,
         cg_training,
         training_inside,
+        *COURSES,
         *MAPS,
         scale,
     )
@@ -67,7 +69,7 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         for make in makers:
             for name, figure, caption in make(study, tables, look):
                 svg = _svg(figure)
-                found[name] = Drawing(_png(figure), _fixed(svg) if make in MAPS else svg, caption)
+                found[name] = Drawing(_png(figure), _fixed(svg) if make in (*COURSES, *MAPS) else svg, caption)
     return found
 
 

@@ -323,7 +323,9 @@ def inside(page: Page) -> list[str]:
     parts = [
         *map(page.figure, drawn[:1]),
         *_folded(page, "In training: other scales and budgets", [page.figure(name) for name in drawn[1:]]),
+        *_course(page, "internals_course", "Mesa’s heads while they are trained", MESA),
         *_heads(page, "internals", "Mesa’s heads", MESA),
+        *_course(page, "memory_course", "Palimpsa’s memory while it is trained", PALIMPSA),
         *_heads(page, "memory", "Palimpsa’s memory", PALIMPSA),
     ]
     return [heading("Inside the layers"), *parts] if parts else []
@@ -339,15 +341,37 @@ def _heads(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]
     lines = []
     for cell, those in grouped(rows, lambda row: row["cell"]):
         end = [row for row in those if row["position"] == max(row["position"] for row in those)]
-        ranges = []
-        for column, (_, form) in columns.items():
-            values = [row[column] for row in end if row[column] is not None]
-            ranges.append(f"{min(values):{form}} to {max(values):{form}}" if values else "–")
+        ranges = [_range(end, column, form) for column, (_, form) in columns.items()]
         lines.append(([escape(cell), *ranges], page.cell[cell]["group"] == "sweep"))
     head = [("cell", "left"), *((said, "") for said, _ in columns.values())]
     said = f"The least and the greatest of all heads, over the last positions of the sequences (up to {style.binary(last)}); every bin of positions is in <code>tables/{name}.parquet</code>."
     parts = [f"<h3>{title}</h3>", page.figure(costliest), _note(said), table(head, [("", lines)])]
     return parts + ([_note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")] if len(shown) > 1 else [])
+
+
+def _course(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]]) -> list[str]:
+    """The costliest cell's course, and of each cell the range over heads before its first step and after its last."""
+    rows, shown = page.tables[name], [drawn for drawn in page.drawn if drawn.startswith(f"{name}-")]
+    if not shown:
+        return []
+    costliest = max(shown, key=lambda drawn: page.cell[drawn.removeprefix(f"{name}-")]["flops"])
+    lines = []
+    for cell, those in grouped(rows, lambda row: row["cell"]):
+        for step in dict.fromkeys((min(row["step"] for row in those), max(row["step"] for row in those))):
+            seen = [row for row in those if row["step"] == step]
+            ranges = [_range(seen, column, form) for column, (_, form) in columns.items()]
+            lines.append(([escape(cell), style.count(seen[0]["tokens"]), *ranges], page.cell[cell]["group"] == "sweep"))
+    head = [("cell", "left"), ("tokens", ""), *((said, "") for said, _ in columns.values())]
+    said = (
+        f"The least and the greatest of all heads, at the first look and at the last; every look is in <code>tables/{name}.parquet</code>."
+    )
+    parts = [f"<h3>{title}</h3>", page.figure(costliest), _note(said), *_folded(page, "First and last look", [table(head, [("", lines)])])]
+    return parts + ([_note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")] if len(shown) > 1 else [])
+
+
+def _range(rows: list[Row], column: str, form: str) -> str:
+    values = [row[column] for row in rows if row[column] is not None]
+    return f"{min(values):{form}} to {max(values):{form}}" if values else "–"
 
 
 # --- over scale -------------------------------------------------------------------------------------------------------

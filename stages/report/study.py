@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from stages import artifact, schemas
+from stages.course import COURSES
 from stages.evaluation.parameters import TRAINED, VALIDATION
 from stages.spec import Spec
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's results. history: column -> values, a step each. perplexity, domains, scores, internals, memory: the rows of its evaluation's tables."""
+    """One cell's results. history: column -> values, a step each. perplexity, domains, scores, internals, memory: the rows of its evaluation's tables;
+    internals_course, memory_course: of what was seen while it was trained."""
 
     cell: Cell
     history: dict[str, np.ndarray]
@@ -29,6 +31,8 @@ class Run:
     scores: list[dict[str, Any]] = field(default_factory=list)
     internals: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
+    internals_course: list[dict[str, Any]] = field(default_factory=list)
+    memory_course: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -133,7 +137,7 @@ class Study:
                     {name: columns[name].to_numpy(zero_copy_only=False) for name in columns.column_names},
                     schemas.read(inputs[evaluation] / "perplexity.parquet", "perplexity").to_pylist(),
                     inputs[evaluation],
-                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores", "internals", "memory")),
+                    *(_rows_of(inputs[evaluation], name) for name in ("domains", "scores", "internals", "memory", *COURSES.values())),
                 )
             )
         return cls(parameters, spec, runs, digests)

@@ -25,6 +25,11 @@ def _table(rows: list[Row] | Iterator[Row], columns: dict[str, pa.DataType]) -> 
     return pa.table({name: pa.array([row[name] for row in rows], kind, from_pandas=True) for name, kind in columns.items()})
 
 
+def _kinds(name: str) -> dict[str, pa.DataType]:
+    """The columns of a schema of stages/schemas.py."""
+    return {field.name: field.type for field in schemas.schema(name)}
+
+
 def rounded(value: float | None, digits: int) -> float | None:
     """To significant digits; None for what JSON has no number for."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
@@ -276,16 +281,22 @@ def cg_positions(study: Study) -> pa.Table:
 
 def internals(study: Study) -> pa.Table:
     """What Mesa's heads do, by block, head and bin of positions first..position: see stages/heads.py."""
-    kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
-    kinds |= dict.fromkeys(("gamma", "beta", "steps", "cosine", "condition", "lambda_low", "lambda_mean", "lambda_high"), pa.float64())
-    return _table((run.names | row for run in study.runs for row in run.internals), NAMES | kinds)
+    return _table((run.names | row for run in study.runs for row in run.internals), NAMES | _kinds("internals"))
 
 
 def memory(study: Study) -> pa.Table:
     """What Palimpsa's heads remember, by block, head and bin of positions first..position: see stages/heads.py."""
-    kinds = dict.fromkeys(("block", "head", "first", "position", "sequences"), pa.int64())
-    kinds |= dict.fromkeys(("log_window", "beta", "ratio", "importance_low", "importance_mean", "importance_high"), pa.float64())
-    return _table((run.names | row for run in study.runs for row in run.memory), NAMES | kinds)
+    return _table((run.names | row for run in study.runs for row in run.memory), NAMES | _kinds("memory"))
+
+
+def internals_course(study: Study) -> pa.Table:
+    """What Mesa's heads do while they are trained, by step, block and head: see stages/course.py."""
+    return _table((run.names | row for run in study.runs for row in run.internals_course), NAMES | _kinds("internals_course"))
+
+
+def memory_course(study: Study) -> pa.Table:
+    """What Palimpsa's heads remember while they are trained, by step, block and head: see stages/course.py."""
+    return _table((run.names | row for run in study.runs for row in run.memory_course), NAMES | _kinds("memory_course"))
 
 
 def training_inside(study: Study) -> pa.Table:
@@ -389,6 +400,8 @@ TABLES: dict[str, Callable[[Study], pa.Table]] = {
     "cg_positions": cg_positions,
     "internals": internals,
     "memory": memory,
+    "internals_course": internals_course,
+    "memory_course": memory_course,
     "training_inside": training_inside,
     "tasks": tasks,
     "groups": groups,

@@ -132,6 +132,7 @@ def score(task: str, value: float, group: str | None = None, **more: Any) -> dic
 def write_evaluation(
     out: Path, cell: dict[str, Any], nlls: dict[tuple[str, int, str], list[np.ndarray]], *, scores: list[dict[str, Any]] | None = None,
     domains: list[dict[str, Any]] | None = None, internals: list[dict[str, Any]] | None = None, memory: list[dict[str, Any]] | None = None,
+    internals_course: list[dict[str, Any]] | None = None, memory_course: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """An evaluation's folder: a unit a (set, length, setting), and the collected tables."""
     made_by = key("evaluate", cell["cell"])
@@ -182,7 +183,8 @@ def write_evaluation(
             schema = schemas.schema("tasks")
             items = pa.Table.from_pylist([dict.fromkeys(schema.names) | one for one in made_up_needles(row)], schema)
             schemas.write(out / f"{row['task']}@{row['shots']}" / "tasks.parquet", items, name="tasks", key=made_by)
-    for name, more in (("scores", scores), ("domains", domains), ("internals", internals), ("memory", memory)):
+    inside = {"internals": internals, "memory": memory, "internals_course": internals_course, "memory_course": memory_course}
+    for name, more in ({"scores": scores, "domains": domains} | inside).items():
         if more:
             file = out / ("internals" if name in ("internals", "memory") else "") / f"{name}.parquet"
             schemas.write(file, pa.Table.from_pylist(more, schemas.schema(name)), name=name, key=made_by)
@@ -232,6 +234,20 @@ def made_up_internals(cell: dict[str, Any], *, blocks: int = 4, heads: int = 6, 
     return rows
 
 
+def made_up_course(cell: dict[str, Any], rows: list[dict[str, Any]], *, looks: int = 9) -> list[dict[str, Any]]:
+    """How heads came to be what `rows` say of them at the last position: they begin alike, and go there each at a pace of its own."""
+    ends = [row for row in rows if row["position"] == LENGTH]
+    steps = np.linspace(0, cell["tokens"] // (BATCH * LENGTH), looks).astype(int)
+    random, found = seeded(cell["cell"], "course"), []
+    begun = {"ratio": 0.8, "log_window": 3.0, "beta": 0.5, "gamma": 0.5, "condition": 3.0, "steps": 4.0, "cosine": 0.9, "lambda_mean": 1.25}
+    for end in ends:
+        pace = random.uniform(0.02, 0.08)
+        for step in steps:
+            now = end | {name: value + (end[name] - value) * (1 - np.exp(-pace * step)) for name, value in begun.items() if end.get(name)}
+            found.append({"step": int(step), "tokens": int(step) * BATCH * LENGTH} | now | {"first": 1})
+    return sorted(found, key=lambda row: (row["step"], row["block"], row["head"]))
+
+
 def write_study(
     root: Path, cells: list[dict[str, Any]], *, sets: dict[str, list[int]], sweep_on: str | None = None,
     scores: dict[str, list[dict[str, Any]]] | None = None, domains: Sequence[str] = (),
@@ -259,6 +275,8 @@ def write_study(
             domains=of,
             internals=inside,
             memory=memory,
+            internals_course=inside and made_up_course(one, inside),
+            memory_course=memory and made_up_course(one, memory),
         )
 
 

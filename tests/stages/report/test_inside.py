@@ -1,10 +1,12 @@
 """The section on Mesa's heads: its table against the rows, and the order of heads in its maps."""
 
+import shutil
+
 import numpy as np
 import pytest
 
-from stages.report import figures, maps
-from tests.stages.made_up_study import cell, made_up_internals, made_up_memory, write_study
+from stages.report import courses, figures, maps
+from tests.stages.made_up_study import cell, made_up_course, made_up_internals, made_up_memory, made_up_nlls, write_evaluation, write_study
 
 
 def test_every_bin_is_in_the_table_and_the_range_over_heads_in_the_report(tmp_path, analyzed):
@@ -40,8 +42,39 @@ def test_palimpsas_memory_is_in_a_table_a_map_and_the_page(tmp_path, analyzed):
     assert [row["log_window"] for row in rows["memory"]] == [row["log_window"] for one in cells for row in made_up_memory(one)]
     assert 'id="memory-palimpsa_d-nano-1m"' in page and "importance ratio r" in page and "Palimpsa-D w/o Meta" in page
     assert (tmp_path / "analysis/figures/memory-palimpsa_d-plain-nano-1m.png").exists()
-    plain = page[page.index("<td") :].split("palimpsa_d-plain-nano-1m</td>", 1)[1][:200]
+    plain = page[page.index("<td") :].rsplit("palimpsa_d-plain-nano-1m</td>", 1)[1][:200]
     assert plain.count("–") == 3  # a window, and no importance
+
+
+def test_what_heads_do_in_training_is_in_a_table_a_figure_and_the_page(tmp_path, analyzed):
+    cells = [cell("palimpsa_d"), cell("palimpsa_d-plain"), cell("mesa")]
+    write_study(tmp_path, cells, sets={"validation": [16]}, sweep_on="mesa")
+    rows, page = analyzed(cells, baseline=None)
+    for name, one, made in (("memory", cells[0], made_up_memory), ("internals", cells[2], made_up_internals)):
+        own = [row for row in rows[f"{name}_course"] if row["cell"] == one["cell"]]
+        assert own == [
+            {"cell": one["cell"], "model": one["model"], "scale": "nano", "budget": "1m"} | row for row in made_up_course(one, made(one))
+        ]
+        assert f'id="{name}_course-{one["cell"]}"' in page and (tmp_path / f"analysis/figures/{name}_course-{one['cell']}.png").exists()
+    first = [row["ratio"] for row in rows["memory_course"] if row["step"] == 0 and row["ratio"] is not None]
+    assert f"{min(first):.3g} to {max(first):.3g}" in page and "Palimpsa’s memory while it is trained" in page
+
+
+def test_a_course_without_a_second_look_is_not_drawn(tmp_path, analyzed):
+    one = cell("palimpsa_d")
+    write_study(tmp_path, [one], sets={"validation": [16]})
+    folder = tmp_path / f"evaluations/{one['cell']}"
+    looks = [row for row in made_up_course(one, made_up_memory(one)) if row["step"] == 0]
+    shutil.rmtree(folder)
+    write_evaluation(folder, one, {("validation", 16, ""): made_up_nlls(one, "validation", 16, "")}, memory_course=looks)
+    rows, page = analyzed([one], baseline=None)
+    assert len(rows["memory_course"]) == len(looks) and "while it is trained" not in page
+
+
+def test_a_course_as_arrays():
+    rows = [{"tokens": tokens, "block": 0, "head": head, "ratio": None if head else float(tokens)} for tokens in (0, 8) for head in (0, 1)]
+    tokens, heads, values = courses.course(rows, "ratio")
+    assert tokens.tolist() == [0, 8] and heads == [(0, 0), (0, 1)] and values[:, 0].tolist() == [0.0, 8.0] and np.isnan(values[:, 1]).all()
 
 
 def test_heads_are_ordered_in_each_block_and_short_blocks_are_padded():
