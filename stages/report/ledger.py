@@ -18,17 +18,19 @@ ELSEWHERE = {  # figures that no stage measures, and what does
     "decoding": "no stage of this study measures it; `python -m benchmarks decode` does",
     "word_perplexity": "no stage of this study measures it; lm-eval's wikitext does (docs/tasks.md)",
 }
+OF_NO_CELL = {"kernel_throughput": "it is of a kernel, not of a cell; `python -m benchmarks kernels` times ours"}
 CLOSED = "closed_book"  # the group of recall sets without passages: they are no figure of the paper's
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Our figure. names: what it is of, by our names. std: over draws or types. items: evaluated for it."""
+    """Our figure. names: what it is of, by our names. std: over draws or types. items: evaluated for it. note: what makes it another than the paper's."""
 
     value: float
     names: list[str]
     std: float | None = None
     items: int | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class Lacking:
 
 @dataclass
 class Results:
-    """What one cell offers to be set beside a paper's figures, by the paper's plain names."""
+    """What one cell offers to be set beside a paper's figures, by the paper's plain names. all: of every cell, by the paper's scale, budget and model."""
 
     run: Run
     paper: str
     names: Names
+    all: dict[tuple[str, ...], Results]
     perplexity: dict[tuple[str, int], dict[str, Any]] = field(init=False)
     scores: dict[tuple[str, int, str], list[dict[str, Any]]] = field(init=False)
 
@@ -63,6 +66,7 @@ class Results:
             "learning_rate": self._learning_rate,
             "task_perplexity": self._task_perplexity,
             "throughput": self._throughput,
+            "slowdown": self._slowdown,
         } | dict.fromkeys(("tasks", "recall", "scrambling", "translation", "groups", "solver"), self._score)
         if figure["table"] not in finders:
             return Lacking(ELSEWHERE.get(figure["table"], "no stage of this study measures it"))
@@ -115,6 +119,17 @@ class Results:
         rate = self.run.tokens_per_second
         return Lacking("not recorded") if rate is None else Ours(rate, ["tokens a second and device"])
 
+    def _slowdown(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
+        """How many times longer this cell trains on a token than the cell of the model that `setting` names, on devices of their own."""
+        other = self.all.get(tuple(plain(name) for name in (figure["scale"], figure["budget"], figure["setting"])))
+        if other is None:
+            return Lacking(f"no cell of {figure['setting']} at this scale and budget")
+        ours, theirs = self.run.tokens_per_second, other.run.tokens_per_second
+        if ours is None or theirs is None:
+            return Lacking("not recorded")
+        note = "on the devices of our cells, which their provenance names; the paper does not say on which its figure was measured"
+        return Ours(theirs / ours, [figure["metric"]], note=note)
+
     def _task_perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:
         draws = self.scores.get((plain(figure["metric"]), figure["shots"] or 0, TRAINED), [])
         values = [row["perplexity"] for row in draws if row["perplexity"] is not None]
@@ -139,7 +154,7 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
     """Every figure of the paper, in its order, where the study has a cell of the paper's at all; none otherwise.
 
     model, scale, budget: ours, the paper's where we have no such cell. name: of the set, task or group, ours where it was run. tokens, accelerator_hours:
-    that the cell's training took; of the cell, also where this figure was not run. paper: null where the paper only draws it. status: "run" | "not run", note: why not.
+    that the cell's training took; of the cell, also where this figure was not run. paper: null where the paper only draws it. status: "run" | "not run", note: why not, or what makes ours another.
     """
     paper = study.parameters.paper
     if paper is None:
@@ -152,13 +167,13 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
     for run in study.compared:
         where = tuple(names(name) for name in (run.cell.scale, run.cell.budget, run.cell.model))
         if where in cells:
-            results.setdefault(where, Results(run, paper, names))
+            results.setdefault(where, Results(run, paper, names, results))
     if not results:
         return
     for where, those in cells.items():
         found = results.get(where)
         for figure in those:
-            ours = found.find(figure, those) if found else Lacking("no such cell")
+            ours = found.find(figure, those) if found else Lacking(OF_NO_CELL.get(figure["table"], "no such cell"))
             value = ours if isinstance(ours, Ours) else None
             own = found.run.names if found else {name: figure[name] for name in ("model", "scale", "budget")} | {"cell": None}
             yield own | {
@@ -173,5 +188,5 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
                 "tokens": found.run.cell.tokens if found else None,
                 "accelerator_hours": found.run.accelerator_hours if found else None,
                 "status": RUN if value else NOT_RUN,
-                "note": ours.why if isinstance(ours, Lacking) else None,
+                "note": ours.why if isinstance(ours, Lacking) else ours.note,
             }

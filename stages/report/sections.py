@@ -417,6 +417,7 @@ KINDS = {
     "perplexity": "Perplexity", "task_perplexity": "Perplexity of a task’s targets", "tasks": "Reasoning", "groups": "Group means", "recall": "Recall",
     "scrambling": "Scrambled words", "translation": "Translation, BLEU", "niah": "Needles in haystacks", "solver": "Group means by the solver’s setting",
     "learning_rate": "Peak learning rate", "throughput": "Training tokens a second on a device, which the paper only draws",
+    "slowdown": "Training time of a token on our devices (the paper’s are not said), times that of",
 }  # fmt: skip
 
 

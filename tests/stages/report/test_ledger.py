@@ -71,7 +71,7 @@ def test_palimpsas_figures():
         for row in rows
         if row["metric"] in ("accuracy", "WIKI") or row["table"] == "task_perplexity"
     }
-    assert one["170M", "D scratch", "task_perplexity"] == 42.27 and one["760M", "GDN", "groups"] == 51.5 and len(rows) == 100
+    assert one["170M", "D scratch", "task_perplexity"] == 42.27 and one["760M", "GDN", "groups"] == 51.5 and len(rows) == 105
 
 
 def test_every_figure_of_the_paper_is_there_once(large):
@@ -185,6 +185,37 @@ def test_solver_settings_are_found_by_name(tmp_path, analyzed):
     assert found["global", "eps=1e-2"]["ours"] == 41.5 and found["global", "eps=1e-2"]["paper"] == 44.13
     assert found["local", "eps=1e-2"]["status"] == found["global", "CG=5"]["status"] == "not run"
     assert "eps-1e-2" in page and "Tasks’ group means of mesa-1b-50b under other settings" in page
+
+
+def test_palimpsas_slowdown_is_that_of_two_cells_and_says_where(tmp_path, analyzed):
+    cells = [cell(name, "170m", "15b") for name in ("palimpsa_d", "palimpsa_d-plain")]
+    for one in cells:
+        write(tmp_path, one, devices=2)
+    rows, page = analyzed(cells, paper="palimpsa", baseline=None)
+    (ours,) = (row for row in rows["ledger"] if row["table"] == "slowdown" and row["scale"] == "170m")
+    rates = {row["model"]: row["tokens_per_second"] for row in rows["throughput"]}
+    assert ours["status"] == "run" and ours["paper"] == 1.5 and ours["cell"] == cells[0]["cell"] and "devices of our cells" in ours["note"]
+    assert ours["ours"] == pytest.approx(rates["palimpsa_d-plain"] / rates["palimpsa_d"], rel=1e-3)
+    assert ours["difference"] == pytest.approx(ours["ours"] - 1.5) and "times that of, D w/o Meta" in page
+    kernels = [row for row in rows["ledger"] if row["table"] == "kernel_throughput"]
+    assert [row["paper"] for row in kernels] == [770_000, 50_000, 188_000]
+    assert all(row["status"] == "not run" and "benchmarks kernels" in row["note"] for row in kernels)
+
+
+def test_a_slowdown_wants_both_cells_and_their_devices(tmp_path, analyzed):
+    cells = [cell(name, "170m", "15b") for name in ("palimpsa_d", "palimpsa_d-plain")]
+    for one in cells:
+        write(tmp_path, one)
+
+    def note(cells):
+        (row,) = (
+            row
+            for row in analyzed(cells, paper="palimpsa", baseline=None)[0]["ledger"]
+            if row["table"] == "slowdown" and row["scale"] == "170m"
+        )
+        return row["status"], row["note"]
+
+    assert note(cells[:1]) == ("not run", "no cell of D w/o Meta at this scale and budget") and note(cells) == ("not run", "not recorded")
 
 
 def test_palimpsas_tasks_are_scored_as_lm_eval_does(tmp_path, analyzed):
