@@ -13,6 +13,8 @@ from pydantic import ValidationError
 
 from stages.spec import Strict
 
+MANY = 24  # names that a sentence holds
+
 
 def listed(names: Iterable[str]) -> str:
     """Names in order, for a sentence."""
@@ -20,10 +22,11 @@ def listed(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """What to write instead of `name`: the nearest match where there is one, and all that is allowed."""
-    allowed = list(dict.fromkeys(allowed))
+    """What to write instead of `name`: the nearest match where there is one, and all that is allowed, or the first of many."""
+    allowed = sorted(set(allowed))
     close = difflib.get_close_matches(str(name), allowed, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Allowed: {listed(allowed)}."
+    more = f" and {len(allowed) - MANY} more" if len(allowed) > MANY + 1 else ""
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Allowed: {listed(allowed[:MANY] if more else allowed)}{more}."
 
 
 def explain(error: ValidationError, kind: type[Strict]) -> str:
