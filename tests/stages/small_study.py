@@ -60,6 +60,12 @@ def train_spec(*, steps: int = 12, model: dict[str, Any] = GLA, **changes: Any) 
     return Spec(stage="train", versions={"train": 1}, inputs={"budget": key_of("budget")}, parameters=parameters)
 
 
+def looking_spec(**changes: Any) -> Spec:
+    """A training that looks inside after every fourth step, at two validation rows."""
+    spec = train_spec(**{"internals": {"every": 4, "rows": 2}} | changes)
+    return spec.model_copy(update={"inputs": spec.inputs | {"validation": key_of("validation")}})
+
+
 def context(**changes: Any) -> tuple[Context, list[dict[str, Any]]]:
     """A context on one thread of the CPU, and the list that its progress goes to."""
     lines: list[dict[str, Any]] = []
@@ -94,6 +100,11 @@ def evaluate_spec(*, weights: Spec, sets: list[str], lengths: list[int], setting
 
 def history(out: Path) -> list[dict[str, Any]]:
     return schemas.read(out / train.HISTORY, "history").to_pylist()
+
+
+def course(out: Path, table: str = "memory") -> list[dict[str, Any]]:
+    """What was seen of a kind of layer while it was trained."""
+    return schemas.read(out / f"{table}_course.parquet", f"{table}_course").to_pylist()
 
 
 def assert_same_run(alone: Path, out: Path, *, key: str, same: tuple[str, ...], near: dict[str, float]) -> None:

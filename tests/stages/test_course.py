@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,11 @@ from models import checkpoint
 from stages import artifact, evaluate, schemas, train
 from stages.course import Internals
 from stages.spec import Spec, Stopped, canonical
-from tests.stages.small_study import GLA, LENGTH, MESA, context, evaluate_spec, key_of, make_packed, notes, train_spec
+from tests.stages.small_study import GLA, LENGTH, MESA, context, course, evaluate_spec, looking_spec, make_packed, notes, train_spec
 
 ROOT = Path(__file__).parents[2]
 PALIMPSA = {"layer": "palimpsa_d"}
-LOOKS = {"every": 4, "rows": 2}
-
-
-def looking(**changes: Any) -> Spec:
-    """A training that looks inside, at validation rows."""
-    spec = train_spec(**{"model": PALIMPSA, "internals": LOOKS} | changes)
-    return spec.model_copy(update={"inputs": spec.inputs | {"validation": key_of("validation")}})
+looking = partial(looking_spec, model=PALIMPSA)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +37,6 @@ def do(spec: Spec, out: Path, inputs: dict[str, Path], **changes: Any) -> list[d
     given, lines = context(**changes)
     train.run(spec, out, inputs, given)
     return lines
-
-
-def course(out: Path, table: str = "memory") -> list[dict[str, Any]]:
-    return schemas.read(out / f"{table}_course.parquet", f"{table}_course").to_pylist()
 
 
 def weights(out: Path) -> dict[str, bytes]:

@@ -15,12 +15,12 @@ import pytest
 from models import checkpoint
 from stages import train
 from stages.spec import canonical
-from tests.stages.small_study import MESA, assert_same_run, context, make_packed, train_spec
+from tests.stages.small_study import MESA, assert_same_run, context, course, looking_spec, make_packed
 
 pytest.importorskip("jax")
 
 ROOT = Path(__file__).parents[2]
-SPEC = train_spec(model=MESA, steps=12, batch=8)
+SPEC = looking_spec(model=MESA, steps=12, batch=8)
 same_run = partial(assert_same_run, key=SPEC.key, same=("tokens", "learning_rate"), near={"loss": 2e-4, "grad_norm": 2e-2})
 
 WORK = """
@@ -35,7 +35,7 @@ context = Context(threads=1, device="cpu", settings={"backend": "jax", **setting
                   on_progress=lambda line: print(line.get("note", ""), flush=True))
 out.mkdir(exist_ok=True)
 try:
-    train.run(spec, out, {"budget": Path(budget)}, context)
+    train.run(spec, out, {"budget": Path(budget), "validation": Path(budget).parents[1] / "validation"}, context)
 except Stopped as stopped:
     print("Stopped", stopped)
 """
@@ -49,7 +49,8 @@ def budget(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, budget) -> Path:
     out = tmp_path_factory.mktemp("alone")
-    train.run(SPEC, out, {"budget": budget}, context(settings={"backend": "jax", "devices": 1})[0])
+    given = {"budget": budget, "validation": budget.parents[1] / "validation"}
+    train.run(SPEC, out, given, context(settings={"backend": "jax", "devices": 1})[0])
     return out
 
 
@@ -92,4 +93,7 @@ def test_two_hosts_train_as_one_device(tmp_path, budget, alone):
     assert facts["step"] == "7" and not any("@" in name for name in whole)
     assert "Going on from step 7" in on_hosts(1, 4, out, budget, fsdp=2)
     same_run(alone, out)
+    looks = [course(folder, "internals") for folder in (alone, out)]
+    assert [(row["step"], row["head"]) for row in looks[1]] == [(step, head) for step in (0, 4, 8, 12) for head in (0, 1)]
+    assert [row["gamma"] for row in looks[1]] == pytest.approx([row["gamma"] for row in looks[0]], rel=1e-2)
     assert json.loads((out / "provenance.json").read_text())["devices"] == 4

@@ -14,7 +14,7 @@ import pytest
 
 from stages import artifact, train
 from stages.spec import Spec, Stopped, canonical
-from tests.stages.small_study import MESA, assert_same_run, context, history, make_packed, train_spec
+from tests.stages.small_study import MESA, assert_same_run, context, course, history, looking_spec, make_packed, train_spec
 
 ROOT = Path(__file__).parents[2]
 SPEC = train_spec(model=MESA, steps=12)
@@ -53,6 +53,21 @@ def test_two_train_as_one_does(tmp_path, budget, alone):
     assert process.returncode == 0, said
     same_run(alone, tmp_path / "out")
     assert (tmp_path / "out" / "profile" / "kernels.txt").exists()
+
+
+@pytest.mark.slow
+def test_the_first_of_two_looks_inside_and_the_other_waits(tmp_path, budget, alone):
+    spec = looking_spec(model=MESA, steps=12)
+    validation = budget.parents[1] / "validation"
+    process = together(spec, tmp_path, tmp_path / "out", budget, "--input", f"validation={validation}")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    (tmp_path / "alone").mkdir()
+    train.run(spec, tmp_path / "alone", {"budget": budget, "validation": validation}, context()[0])
+    assert_same_run(alone, tmp_path / "out", key=spec.key, same=("tokens", "event"), near={"loss": 1e-4})
+    looks = [course(tmp_path / folder, "internals") for folder in ("alone", "out")]
+    assert [(row["step"], row["head"]) for row in looks[1]] == [(step, head) for step in (0, 4, 8, 12) for head in (0, 1)]
+    assert [row["gamma"] for row in looks[1]] == pytest.approx([row["gamma"] for row in looks[0]], rel=1e-3)
 
 
 @pytest.mark.slow
