@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,13 +101,14 @@ def _fixed(svg: str) -> str:
 
 
 def _panels(
-    titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: int = 0, columns: int | None = None
+    titles: list[str], *, height: float = 2.3, single: float = 3.1, keys: Iterable[str] = (), columns: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of one panel a title, at most three in a row, with room for a legend of `keys` entries above several panels."""
+    """A figure of one panel a title, at most three in a row, with room for a legend of `keys` above several panels."""
+    keys = list(keys)
     columns = columns or (min(COLUMNS, len(titles)) if len(titles) != 4 else 2)
     lines = math.ceil(len(titles) / columns)
     each = single if len(titles) == 1 else 2.7 if columns == 2 else height
-    legend = 0.0 if len(titles) == 1 else 0.12 + 0.17 * math.ceil(keys / 6)
+    legend = 0.0 if len(titles) == 1 else 0.12 + 0.17 * math.ceil(len(keys) / _across(keys))
     figure = Figure(figsize=(WIDTH, each * lines + legend), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - legend / figure.get_figheight()), w_pad=0.06, h_pad=0.05)
     grid = figure.subplots(lines, columns, squeeze=False)
@@ -117,6 +118,12 @@ def _panels(
     for ax, title in zip(axes, titles, strict=False):
         ax.set_title(title)
     return figure, axes[: len(titles)]
+
+
+def _across(keys: Iterable[str]) -> int:
+    """How many entries of a legend fit beside each other, whatever their order; six at most."""
+    each = max((4.4 * len(key) for key in keys), default=0) + 34  # points: a name of the legend's size, its line and the gap
+    return max(1, min(6, int(WIDTH * 72 / each)))
 
 
 def _legend(figure: Figure, axes: list[Axes]) -> None:
@@ -130,8 +137,8 @@ def _legend(figure: Figure, axes: list[Axes]) -> None:
         handles.keys(),
         loc="upper left",
         bbox_to_anchor=(0.005, 1.0),
-        ncols=6,
-        handlelength=1.8,
+        ncols=_across(handles),
+        handlelength=2.2,
         columnspacing=1.3,
         borderpad=0.2,
     )
@@ -207,6 +214,11 @@ def _lines(study: Study, place: tuple[str, str]) -> list[Any]:
     return sorted(cells, key=lambda cell: cell.model != study.parameters.baseline)
 
 
+def _names(study: Study, look: Style) -> list[str]:
+    """The names of the models that are compared."""
+    return list(dict.fromkeys(look.labels[run.cell.model] for run in study.compared))
+
+
 def _places(study: Study, rows: list[Row]) -> tuple[list[tuple[str, str]], int | None]:
     """The (scale, budget)s that have rows, a panel each, and the panels a row: a column a scale and a row a budget, where all are there."""
     found = [place for place in study.places if any((row["scale"], row["budget"]) == place for row in rows)]
@@ -229,7 +241,7 @@ def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tu
     places, columns = _places(study, rows)
     if not places:
         return
-    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), columns=columns)
+    figure, axes = _panels([style.place(*place) if len(places) > 1 else "" for place in places], keys=_names(study, look), columns=columns)
     entropy = study.parameters.unigram_entropy
     ends: list[tuple[float, str, str]] = []
     for ax, place in zip(axes, places, strict=True):
@@ -280,7 +292,7 @@ def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> 
     if not places:
         return
     figure, axes = _panels(
-        [style.place(*place) if len(places) > 1 else "" for place in places], keys=len(look.labels), single=2.7, columns=columns
+        [style.place(*place) if len(places) > 1 else "" for place in places], keys=_names(study, look), single=2.7, columns=columns
     )
     name = look.labels[study.parameters.baseline]
     ends: list[tuple[float, str, str]] = []
@@ -320,7 +332,7 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
     text = study.headline[0] if study.headline else None
     places, columns = _places(study, _of(rows, set=text))
     if len(places) > 1:
-        figure, axes = _panels([style.place(*place) for place in places], keys=len(look.labels), columns=columns)
+        figure, axes = _panels([style.place(*place) for place in places], keys=_names(study, look), columns=columns)
         for ax, place in zip(axes, places, strict=True):
             _by_position(ax, _of(rows, set=text, scale=place[0], budget=place[1]), _lines(study, place), name, study, look)
         _finish(figure, axes, [])
@@ -331,7 +343,7 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
         if not sets:
             continue
         cells = _lines(study, place)
-        figure, axes = _panels(sets, keys=len(cells))
+        figure, axes = _panels(sets, keys=[look.labels[cell.model] for cell in cells])
         ends: list[tuple[float, str, str]] = []
         for ax, text in zip(axes, sets, strict=True):
             ends = _by_position(ax, _of(those, set=text), cells, name, study, look)
@@ -379,7 +391,7 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
         sets = [text for text in longest if reached[text] > study.length]
         if not sets:
             continue
-        figure, axes = _panels(sets, keys=len(cells))
+        figure, axes = _panels(sets, keys=[look.labels[cell.model] for cell in cells])
         ends: list[tuple[float, str, str]] = []
         for ax, text in zip(axes, sets, strict=True):
             ends, lows, highs = [], [], []
@@ -443,7 +455,7 @@ def training_inside(study: Study, tables: dict[str, list[Row]], look: Style) -> 
         if not names:
             continue
         shown = [cell for cell in cells if any(row["cell"] == cell.cell for row in those)]
-        figure, axes = _panels([RECORDED[name][0] for name in names], keys=len(shown))
+        figure, axes = _panels([RECORDED[name][0] for name in names], keys=[look.labels[cell.model] for cell in shown])
         ends: list[tuple[float, str, str]] = []
         for ax, name in zip(axes, names, strict=True):
             ends = []
@@ -491,7 +503,7 @@ def scale(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[t
     if not panels:
         return
     text, length = study.headline
-    figure, axes = _panels([f"{value} tokens" if held == "budget" else value for _, held, value, _ in panels], keys=len(look.labels))
+    figure, axes = _panels([f"{value} tokens" if held == "budget" else value for _, held, value, _ in panels], keys=_names(study, look))
     ends: list[tuple[float, str, str]] = []
     for ax, (over, held, value, those) in zip(axes, panels, strict=True):
         ends = []

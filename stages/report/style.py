@@ -18,13 +18,13 @@ MODELS: dict[str, tuple[str, str, str]] = {  # name -> label, colour, dashes
     "transformer": ("Transformer", "#4a5058", "-"),
     "mesa": ("Mesa", "#cc3311", "-"),
     "rls_mesa": ("RLS Mesa", "#cc6677", "--"),
-    "hawk_mesa": ("Hawk-Mesa", "#aa4499", "-"),
+    "hawk_mesa": ("Hawk-Mesa", "#aa4499", "-."),
     "gated_deltanet": ("Gated DeltaNet", "#0077bb", "-"),
     "deltanet": ("DeltaNet", "#33aadd", "--"),
     "gla": ("GLA", "#009988", "-"),
     "mamba2": ("Mamba2", "#ee7733", "--"),
-    "xlstm": ("xLSTM", "#999933", "-"),
-    "mlstm": ("mLSTM", "#999933", "-"),
+    "xlstm": ("xLSTM", "#999933", ":"),
+    "mlstm": ("mLSTM", "#999933", "-."),
     "hawk": ("Hawk", "#882255", "--"),
     "palimpsa_d": ("Palimpsa-D", "#332288", "-"),
     "palimpsa_m": ("Palimpsa-M", "#117733", "--"),
@@ -32,7 +32,14 @@ MODELS: dict[str, tuple[str, str, str]] = {  # name -> label, colour, dashes
     "palimpsa_m-plain": ("Palimpsa-M w/o Meta", "#44aa99", "--"),
 }
 SPARE = ("#332288", "#117733", "#ddaa33", "#bb5566", "#66ccee", "#775500", "#ee99aa", "#228833")
-WINDOWS = ("#9aa3ad", "#7f8994", "#b3a58a", "#94876d", "#c2b5c7")  # sliding windows: references, in quiet colours
+# Sliding windows are references, in quiet colours that few could tell apart without the dashes: the wider in a study, the fuller its line.
+WINDOWS = (
+    ("#9aa3ad", (0, (1, 3))),
+    ("#7f8994", (0, (1, 1.5))),
+    ("#b3a58a", (0, (3, 2, 1, 2))),
+    ("#94876d", (0, (5, 2))),
+    ("#c2b5c7", (0, (8, 1.5))),
+)
 DASHES = (":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
@@ -61,7 +68,7 @@ class Style:
                 labels[name], colours[name], dashes[name] = MODELS[name]
             elif window := re.fullmatch(r"swa[_-]?(\d*)", name):
                 labels[name] = f"SWA-{window[1]}" if window[1] else "SWA"
-                colours[name], dashes[name] = WINDOWS[windows % len(WINDOWS)], "-."
+                colours[name], dashes[name] = WINDOWS[windows % len(WINDOWS)]
                 windows += 1
             else:
                 labels[name], colours[name] = name, spare[strangers % len(spare)]
