@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("kernels", "training", "decode", "layers", "data", "tpu", "faults", "scaling", "record")
+NAMES = ("kernels", "training", "decode", "layers", "data", "tpu", "faults", "scaling", "recall", "record")
 PLACES = {"record": "table"}
 
 
