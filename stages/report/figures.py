@@ -69,6 +69,7 @@ def draw(study: Study, made: dict[str, pa.Table], look: Style) -> dict[str, Draw
         for make in makers:
             for name, figure, caption in make(study, tables, look):
                 svg = _svg(figure)
+                figure.set_layout_engine("none")  # as it was laid out for the page: laying out costs as much as drawing
                 found[name] = Drawing(_png(figure), _fixed(svg) if make in (*COURSES, *MAPS) else svg, caption)
     return found
 
@@ -155,7 +156,7 @@ def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
         for y, name, colour in ends
     ]
     places.sort(key=lambda place: place[0])
-    gap, heights = 9.0, [place[0] for place in places]
+    gap, heights = min(9.0, points / max(1, len(places) - 1)), [place[0] for place in places]
     for _ in range(100):
         for i in range(1, len(heights)):
             if (short := gap - (heights[i] - heights[i - 1])) > 1e-9:
@@ -164,6 +165,8 @@ def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
         heights[0] = max(heights[0], 0.0)
         for i in range(1, len(heights)):
             heights[i] = max(heights[i], heights[i - 1] + gap * 0.999)
+    for i, place in enumerate(reversed(range(len(heights)))):
+        heights[place] = min(heights[place], points - gap * i)
     for height, (_, name, colour) in zip(heights, places, strict=True):
         ax.annotate(
             name,
@@ -175,6 +178,34 @@ def _name_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
             color=colour,
             annotation_clip=False,
         )
+
+
+def _name_spots(ax: Axes, spots: list[tuple[float, float, str, str]]) -> None:
+    """Write a point's name where it covers neither a point nor another name, with a line to it where that is not beside it. spots: (x, y, name, colour).
+
+    A name for which the panel has no room is left out: the panel beside names the colour.
+    """
+    figure, box = ax.get_figure(), ax.get_position()
+    size = np.array([figure.get_figwidth() * box.width, figure.get_figheight() * box.height]) * 72 * 0.92  # points, about
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    rescaled = ax.yaxis.get_transform().transform
+    bottom, top = rescaled([low, high])
+    at = [size * ((x - left) / (right - left), (rescaled([y])[0] - bottom) / (top - bottom)) for x, y, _, _ in spots]
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]
+    for (x, y), (data_x, data_y, name, colour) in zip(at, spots, strict=True):
+        wide, tall = 4.3 * len(name), 8.0
+        near = [(5, 3), (5, -tall - 2), (-wide - 5, 3), (-wide - 5, -tall - 2), (-wide / 2, 6), (-wide / 2, -tall - 6)]
+        far = [(dx, dy) for away in (14, 26, 38, 50) for dy in (away, -away - tall) for dx in (10, -wide - 10)]
+        for number, (dx, dy) in enumerate(near + far):
+            spot = (x + dx, y + dy, x + dx + wide, y + dy + tall)
+            inside = spot[0] >= 1 and spot[1] >= 1 and spot[2] <= size[0] and spot[3] <= size[1]
+            if inside and not any(spot[0] < t[2] and t[0] < spot[2] and spot[1] < t[3] and t[1] < spot[3] for t in taken):
+                taken.append(spot)
+                line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3} if number >= len(near) else None
+                ax.annotate(
+                    name, (data_x, data_y), (dx, dy), textcoords="offset points", size=7, color=colour, ha="left", va="bottom", arrowprops=line
+                )  # fmt: skip
+                break
 
 
 def _finish(figure: Figure, axes: list[Axes], ends: list[tuple[float, str, str]]) -> None:
@@ -589,16 +620,14 @@ def _cg_figure(
     figure = Figure(figsize=(WIDTH, 2.75), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    reach = max((row[against] for row in rows if row[against] is not None), default=0)
-    for number, row in enumerate(rows):
+    spots: list[tuple[float, float, str, str]] = []
+    for row in rows:
         x, y = row[against], row["difference"]
         if x is None or not math.isfinite(x):
             continue
         error = [[max(0.0, y - row["low"])], [max(0.0, row["high"] - y)]] if row["low"] is not None else None
         left.errorbar([x], [y], error, fmt="o", color=colours[row[key]], markersize=4.5, elinewidth=0.9, capsize=0)
-        crowded = number + 1 < len(rows) and rows[number + 1][against] is not None and rows[number + 1][against] - x < 0.25 * reach
-        side = {"xytext": (-5, -3), "ha": "right", "va": "top"} if crowded else {"xytext": (5, 3), "ha": "left", "va": "bottom"}
-        left.annotate(labels(row), (x, y), textcoords="offset points", size=7, color=colours[row[key]], **side)
+        spots.append((x, y, labels(row), colours[row[key]]))
     _zero(left)
     left.set_xlabel("CG steps taken, mean" if key == "setting" else "CG steps in training")
     left.set_ylabel("NLL minus trained (nats)" if key == "setting" else "NLL minus reference (nats)")
@@ -613,6 +642,7 @@ def _cg_figure(
         low, high = min([0.0, *(row["difference"] for row in rows)]), max([0.0, *(row["difference"] for row in rows)])
         left.set_ylim(min(2 * low, -1e-3), max(2.5 * high, 1e-3))
     left.set_title("over all tokens")
+    _name_spots(left, spots)
     ends: list[tuple[float, str, str]] = []
     for row in rows:
         curve = [point for point in _of(curves, **{key: row[key]}) if point["last"] >= 4]
