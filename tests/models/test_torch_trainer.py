@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from models import build
-from models.backends.torch import Trainer
+from models.backends.torch import Trainer, aside
 from models.layers import LAYERS
 
 SCALE = {"layers": 2, "width": 32, "heads": 2, "key_size": 16, "mlp": 48}
@@ -175,3 +175,13 @@ def test_weights_are_by_the_tables_names():
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="float32, bfloat16"):
         trainer_of(precision="float16")
+
+
+def test_what_is_computed_aside_leaves_torch_as_deterministic_as_it_was():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with aside():
+            assert not torch.are_deterministic_algorithms_enabled() and not torch.is_grad_enabled()
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from models import checkpoint
-from stages import artifact, evaluate, schemas, train
+from stages import artifact, engine, evaluate, schemas, train
 from stages.course import Internals
 from stages.spec import Spec, Stopped, canonical
 from tests.stages.small_study import GLA, LENGTH, MESA, context, course, evaluate_spec, looking_spec, make_packed, notes, train_spec
@@ -151,3 +151,25 @@ def test_off_by_default_and_then_in_no_spec():
     training = train.Training(batch=4)
     assert training.internals is None and "internals" not in training.model_dump(exclude_defaults=True)
     assert train.Training(batch=4, internals={"every": 10}).internals == Internals(every=10, rows=4)
+
+
+def test_steps_that_are_rolled_back_are_looked_at_again_and_not_twice(tmp_path, inputs, monkeypatch):
+    """The tenth step is not finite: back to the checkpoint of step 5, so the look after step 8 is another."""
+
+    class Failing:
+        def __init__(self, trainer: Any) -> None:
+            self.trainer, self.calls = trainer, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.trainer, name)
+
+        def submit(self, *given: Any, **options: Any) -> Any:
+            self.calls += 1
+            bad = {"loss": float("nan"), "grad_norm": float("nan"), "finite": 0.0}
+            return (lambda: bad) if self.calls == 10 else self.trainer.submit(*given, **options)
+
+    make = engine.trainer
+    monkeypatch.setattr(engine, "trainer", lambda *given, **options: Failing(make(*given, **options)))
+    said = notes(do(looking(on_nonfinite="rollback"), tmp_path / "out", inputs))
+    assert "Going back" in said and "Going on from step 5" in said
+    assert [(row["step"], row["head"]) for row in course(tmp_path / "out")] == [(step, head) for step in (0, 4, 8, 12) for head in (0, 1)]
