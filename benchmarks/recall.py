@@ -30,9 +30,9 @@ MODELS = {
 }
 SCALE = {"layers": 2, "width": 64, "heads": 2, "key_size": 32, "mlp": 128}
 WORDS, SIZE, QUESTIONS = 24, 12, 12  # nouns and adjectives there are; lines of a passage; questions behind each in training
-LENGTH, BATCH, RATE, STEPS = 128, 16, 8e-3, 1000
+LENGTH, BATCH, RATE, STEPS = 128, 16, 8e-3, 900
 VOCABULARY, ITEMS = 1024, 100
-NOISE, ANSWER, DEPTHS = 8, 12, 5  # sentences of a training document's haystack at most; tokens kept for an answer; places of needles
+NOISE, ANSWER, DEPTHS = 5, 12, 5  # sentences of a training document's haystack at most; tokens kept for an answer; places of needles
 NEEDLE = {"make": "niah", "length": LENGTH, "value_type": "words", "depths": DEPTHS, "answer_tokens": ANSWER}
 TRAINING, VALIDATION, EVALUATION = 1, 2, 3  # seeds
 
