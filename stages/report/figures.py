@@ -277,9 +277,10 @@ def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tu
     ends: list[tuple[float, str, str]] = []
     for ax, place in zip(axes, places, strict=True):
         shown, ends = [], []
+        here = _of(rows, scale=place[0], budget=place[1])
         grid = any(cell.group == "grid" for cell in _lines(study, place))  # references may leave the frame
         for cell in _lines(study, place):
-            curve = _of(rows, cell=cell.cell)
+            curve = _of(here, cell=cell.cell)
             x, y = _column(curve, "tokens"), _column(curve, "loss")
             ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model])
             if cell.group == "grid" or not grid:
@@ -305,7 +306,7 @@ def loss(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterator[tu
                 )
             margin = 0.06 * max(high - low, 0.02)
             ax.set_ylim(low - margin, high + 2 * margin)
-        ax.set_xlim(left=0, right=max(row["tokens"] for cell in _lines(study, place) for row in _of(rows, cell=cell.cell)))
+        ax.set_xlim(left=0, right=max(row["tokens"] for row in here))
         ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.tick(value)))
         ax.set_xlabel("training tokens")
@@ -331,8 +332,9 @@ def loss_difference(study: Study, tables: dict[str, list[Row]], look: Style) -> 
         ends = [(0.0, name, look.colours[study.parameters.baseline])]
         _zero(ax, look.colours[study.parameters.baseline], name)
         shown = [np.zeros(1)]
+        here = _of(rows, scale=place[0], budget=place[1])
         for cell in _lines(study, place):
-            if not (curve := _of(rows, cell=cell.cell)):
+            if not (curve := _of(here, cell=cell.cell)):
                 continue
             x, y = _column(curve, "tokens"), _column(curve, "difference")
             ax.plot(x, y, color=look.colours[cell.model], linestyle=look.dashes[cell.model], label=look.labels[cell.model], linewidth=1.1)
@@ -360,6 +362,7 @@ def positions(study: Study, tables: dict[str, list[Row]], look: Style) -> Iterat
         return
     name = look.labels[study.parameters.baseline]
     said = f"minus the {name}’s at length {style.binary(study.length)}. Below zero is better than the {name}; bands are 95 % bootstrap intervals over sequences."
+    said += " References may leave the frame." if any(run.cell.group != "grid" for run in study.compared) else ""
     text = study.headline[0] if study.headline else None
     places, columns = _places(study, _of(rows, set=text))
     if len(places) > 1:
@@ -395,7 +398,11 @@ def _by_position(ax: Axes, rows: list[Row], cells: list[Any], name: str, study: 
         y = _column(curve, "difference")
         ax.plot(x, y, color=colour, linestyle=look.dashes[cell.model], label=look.labels[cell.model])
         ends.append((y[-1], look.labels[cell.model], colour))
-    middle = _column([row for row in rows if row["position"] >= 4] or rows, "difference")
+    grid = {cell.cell for cell in cells if cell.group == "grid"}
+    framed = [
+        row for row in rows if row["cell"] in grid
+    ] or rows  # references may leave the frame: a short window lies far above all others
+    middle = _column([row for row in framed if row["position"] >= 4] or framed, "difference")
     reach = 1.35 * max(0.01, float(np.nanquantile(np.abs(middle), 0.97)))
     ax.set_ylim(-reach, reach)
     _log2(ax, 1, max(row["last"] for row in rows))
@@ -446,12 +453,12 @@ def extrapolation(study: Study, tables: dict[str, list[Row]], look: Style) -> It
             ax.axvline(study.length, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
             ax.annotate(
                 "trained",
-                (study.length, 1),
+                (study.length, 0),  # below: curves fall towards here from the upper left
                 xycoords=("data", "axes fraction"),
-                xytext=(-2, -2),
+                xytext=(-2, 2),
                 textcoords="offset points",
                 ha="right",
-                va="top",
+                va="bottom",
                 color=FAINT,
                 size=7,
             )
@@ -509,6 +516,7 @@ def training_inside(study: Study, tables: dict[str, list[Row]], look: Style) -> 
                 ax.yaxis.set_minor_locator(NullLocator())
             elif max(values) - min(values) < 1e-2 * abs(max(values)):  # constant: rounding is nothing to look at
                 ax.set_ylim(*sorted((0.9 * max(values), 1.1 * max(values))))
+                ax.yaxis.set_major_locator(FixedLocator([max(values)]))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.set_xlim(0, max(row["tokens"] for row in those))
             ax.xaxis.set_major_locator(MaxNLocator(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,7 @@ class Run:
 
     def nlls(self, text: str, length: int, setting: str = TRAINED, *, from_start: bool = False) -> list[np.ndarray]:
         """The losses of a set's sequences in the set's order: float32, NaN where not scored. from_start: only those at their document's start."""
-        table = schemas.read(self._unit(text, length, setting) / "nll.parquet", "nll").sort_by("sequence")
-        if from_start:
-            table = table.filter(pc.equal(table["start"], 0))
-        values, offsets = (lambda lists: (lists.flatten().to_numpy(), lists.offsets.to_numpy()))(table["nll"].combine_chunks())
-        return np.split(values, (offsets - offsets[0])[1:-1]) if table.num_rows else []
+        return list(_nlls(self._unit(text, length, setting) / "nll.parquet", from_start))
 
     def positions(self, text: str, length: int, setting: str = TRAINED) -> tuple[np.ndarray, np.ndarray]:
         """(nll_sum [L], count [L]) of a set by position, over the sequences at their document's start."""
@@ -83,6 +80,15 @@ class Run:
 
     def _unit(self, text: str, length: int, setting: str) -> Path:
         return self.folder / (f"{text}-{length}-{setting}" if setting else f"{text}-{length}")
+
+
+@lru_cache(maxsize=4)  # a baseline is read for each of those that are compared with it
+def _nlls(path: Path, from_start: bool) -> tuple[np.ndarray, ...]:
+    table = schemas.read(path, "nll").sort_by("sequence")
+    if from_start:
+        table = table.filter(pc.equal(table["start"], 0))
+    values, offsets = (lambda lists: (lists.flatten().to_numpy(), lists.offsets.to_numpy()))(table["nll"].combine_chunks())
+    return tuple(np.split(values, (offsets - offsets[0])[1:-1])) if table.num_rows else ()
 
 
 def _rows_of(evaluation: Path, name: str) -> list[dict[str, Any]]:
@@ -110,6 +116,7 @@ class Study:
     @classmethod
     def load(cls, parameters: Parameters, spec: Spec, inputs: dict[str, Path]) -> Study:
         """Read histories and perplexities. ValueError where an input is missing, damaged, or of another key."""
+        _nlls.cache_clear()  # another study's files may lie where these do
         runs, digests = [], {}
         for cell in parameters.cells:
             history, evaluation = f"history/{cell.cell}", f"evaluations/{cell.cell}"
