@@ -85,7 +85,16 @@ def test_elements_nest_and_ids_are_unique(read):
 def test_every_figure_is_in_the_page_and_has_a_caption(out, text, read):
     drawn = {path.stem for path in (out / "figures").iterdir()}
     assert (
-        {"loss", "loss_difference", "positions", "extrapolation", "cg_inference-mesa-nano-1m", "internals-mesa-nano-1m", "training_inside"}
+        {
+            "loss",
+            "loss_difference",
+            "positions",
+            "extrapolation",
+            "cg_inference-mesa-nano-1m",
+            "internals-mesa-nano-1m",
+            "internals_course-mesa-nano-1m",
+            "training_inside",
+        }
         == drawn
         <= set(read.ids)
     )
