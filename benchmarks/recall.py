@@ -100,7 +100,10 @@ def _params(folder: Path, steps: int, items: int) -> dict[str, Any]:
     from stages.sources import pin
 
     made = read(NANO) | {"root": ".", "study": "recall", "models": MODELS, "scales": {"tiny": SCALE}}
-    counts = {"training": (TRAINING, steps * BATCH * LENGTH // 60), "validation": (VALIDATION, 200)}  # a document has 60 tokens or more
+    counts = {
+        "training": (TRAINING, max(8000, steps * BATCH * LENGTH // 60)),
+        "validation": (VALIDATION, 200),
+    }  # a document has 60 tokens and more; the vocabulary wants some, too
     files = {role: [str(folder / f"{role}.parquet")] for role in (*counts, "facts")}
     for role, (seed, count) in counts.items():
         pq.write_table(pa.table({"text": [document(seed, number) for number in range(count)]}), files[role][0])
