@@ -81,7 +81,7 @@ class Page:
         tokens = " or ".join(dict.fromkeys(style.count(row["tokens"]) for row in models))
         flops = math.fsum(row["flops"] for row in models)
         lengths = f", at length {style.binary(study.length)}" if study.length else ""
-        seen = f"Each trained on {tokens} tokens{lengths}; {style.power(flops)} FLOPs of training in all."
+        seen = f"{'Each trained' if len(models) > 1 else 'Trained'} on {tokens} tokens{lengths}; {style.power(flops)} FLOPs of training in all."
         lines = [trained, seen.replace(" or ", ", ", max(0, len(budgets) - 2))]
         if best := self._best():
             lines.append(best)
