@@ -16,7 +16,7 @@ nano: environment
 	$(BIN)/dvc repro pipelines/nano/dvc.yaml
 	@echo "The report: pipelines/nano/analysis/report.html"
 
-# Files side by side, a process a core; slow tests are whole studies, with processes of their own.
+# Files side by side, a process a core; but whole studies, which have processes of their own, one after another.
 SIDE_BY_SIDE ?= -n auto --maxprocesses 8 --dist loadfile
 
 test: environment
@@ -27,7 +27,8 @@ interpreted: environment
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/kernels/test_bounds.py tests/kernels/test_contracts.py
 
 slow: environment
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu" tests/kernels tests/models tests/stages
+	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/kernels --ignore tests/models --ignore tests/stages
 
 lint: environment
 	$(BIN)/ruff check .
