@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from pipelines import slices
-from stages.analyze import Analysis
 from stages.evaluation.parameters import Evaluation
 from stages.pack import Packing
+from stages.report.parameters import Analysis
 from stages.sources import Source
 from stages.spec import Strict
 from stages.tasks.entry import Task
-from stages.train import Training
+from stages.training import Training
 from stages.vocabulary import Vocabulary
 
 # A name becomes part of paths, DVC stage names and Ray ids; a cell is <model>-<scale>-<budget>, cut from the right.

@@ -14,9 +14,9 @@ from pydantic import Field, ValidationError
 import models
 from pipelines.mistakes import explain, nearest
 from pipelines.params import Cell, Params, cells
-from stages.initial import Initial, stand_in, taken
+from stages.initial import stand_in, taken
 from stages.spec import Strict
-from stages.train import Training
+from stages.training import Initial, Training
 
 if TYPE_CHECKING:
     from models.backbone import Model
@@ -25,7 +25,7 @@ BESIDE = ("init_from", "training")  # the keys of a model entry that build no mo
 
 
 class InitFrom(Initial):
-    """See stages.initial.Initial for drop and replace. model, budget: of the source."""
+    """See stages.training.Initial for drop and replace. model, budget: of the source."""
 
     model: str
     budget: str | None = None

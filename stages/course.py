@@ -12,19 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from stages import artifact, schemas
 from stages.evaluation import sequences
 from stages.evaluation.parameters import VALIDATION
 from stages.evaluation.unit import write
 from stages.heads import KINDS, Heads, Row
 from stages.history import LOOK
-from stages.spec import Spec, Strict
+from stages.spec import Spec
+from stages.training import Internals, Parameters
 
 if TYPE_CHECKING:
     from models.backbone import Model
-    from stages.train import Parameters
 
 COURSES = {kind.table: f"{kind.table}_course" for kind in KINDS}  # table -> the one of its course
 
@@ -38,13 +36,6 @@ def hand_on(weights: Path, out: Path, key: str) -> dict[str, str]:
         else:
             (out / file).unlink(missing_ok=True)
     return found
-
-
-class Internals(Strict):
-    """`training.internals` of params.yaml. every: steps between two looks. rows: validation sequences looked at."""
-
-    every: int = Field(ge=1)
-    rows: int = Field(default=4, ge=1)
 
 
 class Course:

@@ -12,16 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from stages import artifact, engine
-from stages.spec import Context, Spec, Strict
+from stages.spec import Context, Spec
+from stages.training import Initial, Parameters, Replace
 
 if TYPE_CHECKING:
     from stages.rows import Rows
-    from stages.train import Parameters
 
 INPUT = "initial"
 WEIGHTS, MODEL = "weights.safetensors", "model.json"
@@ -29,21 +27,6 @@ ROWS = 8  # of the training rows, the first: what memory windows are measured on
 
 Shapes = Mapping[str, tuple[int, ...]]
 Entry = dict[str, Any]
-
-
-class Replace(Strict):
-    """The `count` layers with the longest memory windows become `layer`, an entry as in `models:` of params.yaml."""
-
-    count: int = Field(ge=1)
-    by: Literal["memory_window"] = "memory_window"
-    layer: Entry
-
-
-class Initial(Strict):
-    """drop: patterns (`*`, `?`) of the names of parameters that are not taken over. replace: layers that become others."""
-
-    drop: list[str] = []
-    replace: Replace | None = None
 
 
 @dataclass(frozen=True)

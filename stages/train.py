@@ -18,20 +18,21 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from stages import artifact, engine, initial, provenance
 from stages.checkpoints import Checkpoints
 from stages.command import main
-from stages.course import Course, Internals
+from stages.course import Course
 from stages.evaluation.parameters import VALIDATION
 from stages.history import LOG, History, Row, Spikes
 from stages.profile import Profile
 from stages.schedule import learning_rate
-from stages.spec import Context, Spec, Stopped, Strict
+from stages.spec import Context, Spec, Stopped
+from stages.training import Parameters
 
 if TYPE_CHECKING:
     from models.backends.torch import Team
@@ -43,59 +44,6 @@ SKIPS = 32  # in a row
 MICRO_TOKENS = 1 << 16
 PROGRESS_SECONDS = 1.0
 MEASURES = ("loss", "grad_norm", "finite")  # what a trainer's step returns besides the layers' scalars
-
-
-class Optimizer(Strict):
-    """AdamW, and the global gradient norm that gradients are clipped to (MesaNet, G.3)."""
-
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.98, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip: float = Field(default=1.0, gt=0)
-
-
-class Training(Strict):
-    """`training:` of params.yaml.
-
-    batch: sequences a step. warmup_steps, start_learning_rate, floor: see stages/schedule.py (floor: a fraction of the peak).
-    seed: of the initial weights. precision: of activations; weights, their moments, norms, gates and losses are float32.
-    reset: whether states start anew at each document in a row. on_nonfinite: what happens when a loss or gradient is not finite:
-    stop with what there is; skip that step's update; roll back to the last checkpoint and leave out that batch on the way.
-    checkpoint_every: steps; never in a spec (nor in `model_dump`), since it changes no result. deterministic: bit-exact resume on a GPU too, which costs some speed.
-    internals: how often layers that can are looked at inside on the way (stages/course.py); null: never. It changes no weight.
-    """
-
-    batch: int = Field(ge=1)
-    optimizer: Optimizer = Optimizer()
-    warmup_steps: int = Field(default=2000, ge=0)
-    start_learning_rate: float = Field(default=1e-6, ge=0)
-    floor: float = Field(default=0.1, ge=0, le=1)
-    seed: int = Field(default=0, ge=0)
-    precision: engine.Precision = "float32"
-    reset: bool = False
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    checkpoint_every: int = Field(default=1000, ge=1, exclude=True)
-    deterministic: bool = False
-    internals: Internals | None = None
-
-
-class Parameters(Training):
-    """What a training's spec holds: `training:`, its cell's model and scale as params.yaml has them, and the sizes that follow.
-
-    steps: of the whole run. learning_rate: the peak. init: of a training that starts from the weights of another (see stages/initial.py).
-    internals_code: the version of what is looked at.
-    """
-
-    model: dict[str, Any]
-    scale: dict[str, int]
-    vocab_size: int = Field(ge=1)
-    bos: int = Field(ge=0)
-    sequence_length: int = Field(ge=1)
-    steps: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
-    init: initial.Initial | None = None
-    internals_code: int = 1
 
 
 def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -13,10 +13,8 @@ import pyarrow.compute as pc
 from stages import artifact, schemas
 from stages.course import COURSES
 from stages.evaluation.parameters import TRAINED, VALIDATION
+from stages.report.parameters import Cell, Parameters
 from stages.spec import Spec
-
-if TYPE_CHECKING:
-    from stages.analyze import Cell, Parameters
 
 
 @dataclass(frozen=True)

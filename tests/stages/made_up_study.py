@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages import artifact, measures, schemas, units
-from stages.analyze import Analysis
+from stages.report.parameters import Analysis
 from stages.spec import Spec
 
 LENGTH, BATCH = 256, 16

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages import artifact, schemas
-from stages.analyze import Analysis, run
+from stages.analyze import run
 from stages.report import tables
+from stages.report.parameters import Analysis
 from stages.spec import Context, Spec, Stopped
 from tests.stages.made_up_study import LENGTH, cell, inputs_of, key, spec_of, write_evaluation, write_history, write_study
 

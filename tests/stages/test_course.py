@@ -17,8 +17,8 @@ import pytest
 
 from models import checkpoint
 from stages import artifact, engine, evaluate, schemas, train
-from stages.course import Internals
 from stages.spec import Spec, Stopped, canonical
+from stages.training import Internals, Training
 from tests.stages.small_study import GLA, LENGTH, MESA, context, course, evaluate_spec, looking_spec, make_packed, notes, train_spec
 
 ROOT = Path(__file__).parents[2]
@@ -148,9 +148,9 @@ def test_looks_ask_for_validation_rows_and_a_layer_with_something_to_see(tmp_pat
 
 
 def test_off_by_default_and_then_in_no_spec():
-    training = train.Training(batch=4)
+    training = Training(batch=4)
     assert training.internals is None and "internals" not in training.model_dump(exclude_defaults=True)
-    assert train.Training(batch=4, internals={"every": 10}).internals == Internals(every=10, rows=4)
+    assert Training(batch=4, internals={"every": 10}).internals == Internals(every=10, rows=4)
 
 
 def test_steps_that_are_rolled_back_are_looked_at_again_and_not_twice(tmp_path, inputs, monkeypatch):

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from stages import analyze, artifact, evaluate, schemas, tokenizer, train
+from stages import artifact, evaluate, schemas, tokenizer, train
 from stages.report import tables
+from stages.report.parameters import Parameters
 from stages.report.study import Study
 from stages.spec import fingerprint
 from stages.tasks import results
@@ -129,7 +130,7 @@ def test_an_analysis_tables(tmp_path):
     sets = {"validation": [made_up_study.LENGTH], "wikitext2": [made_up_study.LENGTH, 2048]}
     made_up_study.write_study(tmp_path, cells, sets=sets, sweep_on="mesa", scores=scores, domains=["books", "code"])
     spec = made_up_study.spec_of(cells, bootstrap=20, paper_names={"nano": "145M", "1m": "15B"})
-    study = Study.load(analyze.Parameters.model_validate(spec.parameters), spec, made_up_study.inputs_of(tmp_path, spec))
+    study = Study.load(Parameters.model_validate(spec.parameters), spec, made_up_study.inputs_of(tmp_path, spec))
     made = {name: make(study).to_pylist() for name, make in tables.TABLES.items() if name != "throughput"}
     assert all(made.values()) and "run" in {row["status"] for row in made["ledger"]}, "an empty table holds nothing still"
     made["ledger"] = [

@@ -16,6 +16,7 @@ from stages import artifact, engine, evaluate, initial, schemas, train
 from stages.initial import replaced, taken
 from stages.rows import Rows
 from stages.spec import Spec, Stopped
+from stages.training import Replace
 from tests.stages.small_study import BOS, GLA, LENGTH, SCALE, VOCABULARY, context, evaluate_spec, key_of, make_packed, notes, train_spec
 
 DEEP = SCALE | {"layers": 3}
@@ -173,7 +174,7 @@ def test_the_layer_that_remembers_longest_is_replaced(tmp_path, budget, remember
     assert sorted(record["files"]) == [initial.MODEL, train.WEIGHTS]
     entry = json.loads((out / initial.MODEL).read_text())["model"]
     assert entry == replaced(PLAIN, 3, [longest_one], REPLACE["layer"])
-    planned = models.build(initial.stand_in(PLAIN, 3, initial.Replace(**REPLACE)), DEEP, vocab_size=VOCABULARY)
+    planned = models.build(initial.stand_in(PLAIN, 3, Replace(**REPLACE)), DEEP, vocab_size=VOCABULARY)
     assert planned.parameters == sum(array.size for array in weights(out).values())
 
     again = tmp_path / "again"

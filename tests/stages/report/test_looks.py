@@ -7,8 +7,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from stages.analyze import Parameters
 from stages.report import figures, style, tables
+from stages.report.parameters import Parameters
 from stages.report.study import Study
 from tests.stages.made_up_study import LENGTH, cell, inputs_of, spec_of, write_study
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.analyze import Parameters
+from stages.report.parameters import Parameters
 from tests.stages.made_up_study import cell, write_study
 
 CELLS = [
