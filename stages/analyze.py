@@ -24,7 +24,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     ValueError where one of them is missing, damaged, or was made under another key than the spec's.
     """
     from stages import schemas
-    from stages.report import figures, page, style, tables
+    from stages.report import figures, render, style, tables
     from stages.report.study import Study
 
     started = time.time()
@@ -63,7 +63,7 @@ def run(spec: Spec, out: Path, inputs: dict[str, Path], context: Context) -> Non
     for name, rows in tables.plots(made).items():
         artifact.write_atomically(wrote(f"plots/{name}.json"), json.dumps(rows, indent=0, allow_nan=False) + "\n")
     artifact.write_atomically(wrote("metrics.json"), json.dumps(metrics(study, made), indent=1, sort_keys=True, allow_nan=False) + "\n")
-    artifact.write_atomically(wrote("report.html"), page.render(study, made, drawn))
+    artifact.write_atomically(wrote("report.html"), render.render(study, made, drawn))
 
     _remove_strangers(out, files)
     provenance.write(out, spec, context, started=started)

@@ -1,19 +1,14 @@
-"""The report: one self-contained HTML file, for reading, sending and printing. No script, nothing loaded from elsewhere."""
+"""What the report's sections share, and those that are of the study's own results: cells, perplexity, losses, solver, speed, provenance."""
 
 from __future__ import annotations
 
-import colorsys
 import math
 import re
 from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any
 
-import pyarrow as pa
-
 from stages.evaluation.parameters import TRAINED
-from stages.report import sections, style
+from stages.report import style
 from stages.report.figures import Drawing
 from stages.report.markup import WIDEST, Cell, best_bold, filled, grouped, heading, number, percent, table
 from stages.report.study import Study
@@ -21,37 +16,7 @@ from stages.report.style import FAINT, GRID, INK, Style
 
 Row = dict[str, Any]
 
-TEMPLATE = Path(__file__).parents[1] / "data" / "report.html"
 SHOWN = 12  # characters of a key
-
-
-def render(study: Study, made: dict[str, pa.Table], drawn: dict[str, Drawing]) -> str:
-    """The page's text. A section that has nothing to show is left out."""
-    tables = {name: table.to_pylist() for name, table in made.items()}
-    look = Style.of(study)
-    page = Page(study, tables, drawn, look)
-    parts = (
-        *(
-            page.summary(),
-            page.cells(),
-            sections.learning_rates(page),
-            page.perplexity(),
-            sections.differences(page),
-            sections.domains(page),
-        ),
-        *(page.loss(), page.positions(), page.extrapolation()),
-        *(sections.downstream(page), sections.needles(page), sections.split(page), page.cg(), sections.inside(page), sections.fits(page)),
-        *(page.throughput(), sections.beside_the_paper(page), page.made_from()),
-    )
-    colours = [*dict.fromkeys([*look.colours.values(), *page.inks()])]
-    variables = {colour: f"--c{i}" for i, colour in enumerate(colours)}
-    body = "\n".join(piece for part in parts for piece in part)
-    return Template(TEMPLATE.read_text()).substitute(
-        title=escape(study.parameters.title),
-        light=" ".join(f"{name}: {colour};" for colour, name in variables.items()),
-        dark=" ".join(f"{name}: {_on_dark(colour)};" for colour, name in variables.items()),
-        body=_themed(body, variables),
-    )
 
 
 class Page:
@@ -245,8 +210,8 @@ class Page:
     def extrapolation(self) -> list[str]:
         return self._section("Beyond the training length", "extrapolation")
 
-    def cg(self) -> list[str]:
-        """Other solves at inference, on the costliest cell, and other caps in training: a figure and a table each."""
+    def cg(self, tasks: list[str]) -> list[str]:
+        """Other solves at inference, on the costliest cell, and other caps in training: a figure and a table each. tasks: what follows, of tasks."""
         parts: list[str] = []
         for kind, title in (("inference", "Solved otherwise than in training"), ("training", "Trained with other caps")):
             rows = [row for row in self.tables["cg_sweep"] if row["kind"] == kind]
@@ -258,7 +223,7 @@ class Page:
             parts += self._cg_table(kind, [row for row in rows if row["length"] == self.study.length])
             if len(shown) > 1:
                 parts.append(f'<p class="note">The same figure of the other cells is in <code>figures/cg_{kind}-*.png</code>.</p>')
-        parts += sections.solved_tasks(self)
+        parts += tasks
         return [heading("Conjugate gradient steps"), *parts] if parts else []
 
     def _cg_table(self, kind: str, rows: list[Row]) -> list[str]:
@@ -361,17 +326,3 @@ def _inline(svg: str, name: str, caption: str) -> str:
     svg = svg.replace("url(#", f"url(#{slug}.")
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{caption}">', svg, count=1)
     return re.sub(r"\n\s*", "\n", svg).strip()
-
-
-def _themed(body: str, variables: dict[str, str]) -> str:
-    """Colours as the page's variables, so that they follow light and dark."""
-    names = variables | {INK: "--ink", FAINT: "--faint", GRID: "--line"}
-    return re.sub("|".join(map(re.escape, names)), lambda found: f"var({names[found.group()]})", body)
-
-
-def _on_dark(colour: str) -> str:
-    """The same hue, light enough to read on a dark page."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    lifted = colorsys.hls_to_rgb(hue, max(lightness, 0.62), saturation * 0.65)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in lifted)

@@ -9,16 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from html import escape
-from typing import TYPE_CHECKING
 
 from stages.evaluation.parameters import TRAINED
 from stages.report import downstream as tasks
 from stages.report import ledger, style
 from stages.report.markup import WIDEST, Row, best_bold, filled, grouped, heading, number, table
+from stages.report.page import Page
 from stages.report.paper import MEAN
-
-if TYPE_CHECKING:
-    from stages.report.page import Page
 
 PAPERS = {"mesanet": "MesaNet’s", "palimpsa": "Palimpsa’s"}
 
