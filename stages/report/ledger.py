@@ -127,7 +127,7 @@ class Results:
         ours, theirs = self.run.tokens_per_second, other.run.tokens_per_second
         if ours is None or theirs is None:
             return Lacking("not recorded")
-        note = "on the devices of our cells, which their provenance names; the paper does not say on which its figure was measured"
+        note = "whole training steps on the devices of our cells, which their provenance names; the paper says neither its devices nor whether it means a step or the kernel, and compares with simple GLA, which we take to be this model without metaplasticity"
         return Ours(theirs / ours, [figure["metric"]], note=note)
 
     def _task_perplexity(self, figure: Figure, those: list[Figure]) -> Ours | Lacking:

@@ -95,6 +95,7 @@ def downstream(page: Page) -> list[str]:
     if not rows:
         return []
     said = "Scores in per cent, BLEU in its points; higher is better, and the best of each group of cells is bold. Grey is no better than chance: within two standard errors of it, or nothing right."
+    said += " Rows of references are grey throughout." if any(row["group"] == "references" for row in page.compared) else ""
     if all(row["at_chance"] for row in rows):
         said += " Here no cell is better than chance on any task."
     if dropped := sum(row["shots_dropped"] for row in rows):
@@ -330,10 +331,9 @@ def inside(page: Page) -> list[str]:
 
 def _heads(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]]) -> list[str]:
     """The costliest cell's maps, and of each cell the range over heads."""
-    rows, shown = page.tables[name], [drawn for drawn in page.drawn if drawn.startswith(f"{name}-")]
-    if not shown:
+    rows = page.tables[name]
+    if not (figure := _of_costliest(page, name)):
         return []
-    costliest = max(shown, key=lambda drawn: page.cell[drawn.removeprefix(f"{name}-")]["flops"])
     last = max(row["position"] for row in rows)
     lines = []
     for cell, those in grouped(rows, lambda row: row["cell"]):
@@ -342,18 +342,15 @@ def _heads(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]
         lines.append(([escape(cell), *ranges], page.cell[cell]["group"] == "sweep"))
     head = [("cell", "left"), *((said, "") for said, _ in columns.values())]
     said = f"The least and the greatest of all heads, over the last positions of the sequences (up to {style.binary(last)}); every bin of positions is in <code>tables/{name}.parquet</code>."
-    parts = [f"<h3>{title}</h3>", page.figure(costliest), _note(said), table(head, [("", lines)])]
-    return parts + ([_note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")] if len(shown) > 1 else [])
+    return [f"<h3>{title}</h3>", *figure, _note(said), table(head, [("", lines)])]
 
 
 def _course(page: Page, name: str, title: str, columns: dict[str, tuple[str, str]]) -> list[str]:
     """The costliest cell's course, and of each cell the range over heads before its first step and after its last."""
-    rows, shown = page.tables[name], [drawn for drawn in page.drawn if drawn.startswith(f"{name}-")]
-    if not shown:
+    if not (figure := _of_costliest(page, name)):
         return []
-    costliest = max(shown, key=lambda drawn: page.cell[drawn.removeprefix(f"{name}-")]["flops"])
     lines = []
-    for cell, those in grouped(rows, lambda row: row["cell"]):
+    for cell, those in grouped(page.tables[name], lambda row: row["cell"]):
         for step in dict.fromkeys((min(row["step"] for row in those), max(row["step"] for row in those))):
             seen = [row for row in those if row["step"] == step]
             ranges = [_range(seen, column, form) for column, (_, form) in columns.items()]
@@ -362,8 +359,17 @@ def _course(page: Page, name: str, title: str, columns: dict[str, tuple[str, str
     said = (
         f"The least and the greatest of all heads, at the first look and at the last; every look is in <code>tables/{name}.parquet</code>."
     )
-    parts = [f"<h3>{title}</h3>", page.figure(costliest), _note(said), *_folded(page, "First and last look", [table(head, [("", lines)])])]
-    return parts + ([_note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")] if len(shown) > 1 else [])
+    return [f"<h3>{title}</h3>", *figure, _note(said), *_folded(page, "First and last look", [table(head, [("", lines)])])]
+
+
+def _of_costliest(page: Page, name: str) -> list[str]:
+    """Of the figures `name`-CELL the costliest cell's, and where the others are; empty where there is none."""
+    shown = [drawn for drawn in page.drawn if drawn.startswith(f"{name}-")]
+    if not shown:
+        return []
+    costliest = max(shown, key=lambda drawn: page.cell[drawn.removeprefix(f"{name}-")]["flops"])
+    others = _note(f"The same figure of the other cells is in <code>figures/{name}-*.png</code>.")
+    return [page.figure(costliest), *([others] if len(shown) > 1 else [])]
 
 
 def _range(rows: list[Row], column: str, form: str) -> str:
