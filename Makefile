@@ -16,20 +16,18 @@ nano: environment
 	$(BIN)/dvc repro pipelines/nano/dvc.yaml
 	@echo "The report: pipelines/nano/analysis/report.html"
 
-# Tests side by side, a process a core; but whole studies, which have processes of their own, one after another.
+# Tests side by side, a process a core; but slow ones, which have processes of their own, one after another.
 PROCESSES ?= -n auto --maxprocesses 8
-BY_FILE := $(PROCESSES) --dist loadfile
 
 test: environment
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROCESSES) --dist loadfile -m "not slow and not gpu"
 
 # The contracts of tests/kernels for the GPU's kernels, in Triton's interpreter: a process of its own, since what is interpreted cannot be compiled.
 interpreted: environment
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_bounds.py tests/kernels/test_contracts.py
 
 slow: environment
-	$(BIN)/python -m pytest $(BY_FILE) -m "slow and not gpu" tests/kernels tests/models tests/stages
-	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/kernels --ignore tests/models --ignore tests/stages
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: environment
 	$(BIN)/ruff check .
