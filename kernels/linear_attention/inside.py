@@ -58,21 +58,22 @@ class NormaliserGradient(NamedTuple):
 
 
 def read(q, k, v, gates: Gates, beta, starts_BNHKV, *, scale: float, chunk: int, normaliser: Normaliser | None = None):
-    """o [B, T, H, V] in v's dtype; with a normaliser (o, w [B, T, H] float32)."""
+    """o [B, T, H, V] in v's dtype; with a normaliser (o, what o's rounding to bfloat16 lost or None, w [B, T, H] float32)."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     o = torch.empty_like(v)
     weight = None if normaliser is None else torch.empty_like(normaliser.m_BTH)
+    lost = None if normaliser is None or v.dtype == torch.float32 else torch.empty_like(v)
     BK, BV, warps, stages = READ[q.dtype]
     BV = tile(V, BV)
     launch(
         _read,
         (divide_up(V, BV) * N, B * H),
-        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, scale, T),
+        *(q, k, v, *gates, beta, starts_BNHKV, o, *(normaliser or (None, None)), weight, lost, scale, T),
         **{"H": H, "K": K, "V": V, "C": chunk, "BK": tile(K, BK), "BV": BV, "BETA": beta is not None, "NORMALISED": normaliser is not None},
         **{"DOT": dot_precision(q.dtype), "warps": warps, "stages": stages},
     )
-    return o if normaliser is None else (o, weight)
+    return o if normaliser is None else (o, lost, weight)
 
 
 def gradients(
@@ -97,7 +98,7 @@ def gradients(
 
 @triton.jit
 def _read(
-    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, scale, T,
+    q, k, v, sums, tags, firsts, beta, starts, o, n_starts, m, weight, lost, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BETA: tl.constexpr, NORMALISED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +133,19 @@ def _read(
     score_CC *= scale * between(sum_C, tag_C)
     if BETA:
         score_CC *= tl.load(beta + token + c_C * H, mask=is_token_C, other=0.0)[None, :]
-    o_CV = tl.dot(score_CC.to(v_CV.dtype), v_CV, o_CV * since_C[:, None], input_precision=DOT)
+    high_CC = score_CC.to(v_CV.dtype)
+    o_CV = tl.dot(high_CC, v_CV, o_CV * since_C[:, None], input_precision=DOT)
+    if lost is not None:  # the gradient of n . q takes o as exact as it can be had
+        o_CV = tl.dot((score_CC - high_CC.to(tl.float32)).to(v_CV.dtype), v_CV, o_CV, input_precision=DOT)
     if NORMALISED:
         weight_C = weight_C * since_C + tl.sum(score_CC, 1)
         floor_C = tl.exp(-tl.load(m + token + c_C * H, mask=is_token_C, other=0.0))
         o_CV /= tl.maximum(tl.abs(weight_C), floor_C)[:, None]
         tl.store(weight + token + c_C * H, weight_C, mask=is_token_C & (part == 0))
-    tl.store(o + token * V + place_CV, o_CV.to(o.dtype.element_ty), mask=inside_CV)
+    high_CV = o_CV.to(o.dtype.element_ty)
+    tl.store(o + token * V + place_CV, high_CV, mask=inside_CV)
+    if lost is not None:
+        tl.store(lost + token * V + place_CV, (o_CV - high_CV.to(tl.float32)).to(lost.dtype.element_ty), mask=inside_CV)
 
 
 @triton.jit

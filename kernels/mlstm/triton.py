@@ -43,17 +43,17 @@ def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
     gates = walks.gates(log_keep_BTH, None, chunk)
     options = {"chunk": chunk, "dtype": q.dtype, "reverse": False, "column": Column(write_BTH, n_BHK.contiguous())}
     starts, C, n_starts, n = walks.walk(k, v, gates, write_BTH, C_BHKV, **options)
-    o, weight = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
-    return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight)
+    o, lost, weight = inside.read(q, k, v, gates, write_BTH, starts, scale=1.0, chunk=chunk, normaliser=Normaliser(n_starts, m_BTH))
+    return (o.to(dtype), C, n, m_BH), (starts, n_starts, *gates, write_BTH, m_BTH, weight, *(() if lost is None else (lost,)))
 
 
 def backward(inputs, residuals, gradients, *, chunk):
     q, k, v = inputs[:3]
     dtypes = q.dtype, k.dtype, v.dtype
-    o, starts, n_starts, *gates, write_BTH, m_BTH, weight = residuals
-    gates, (do, dC, dn, _) = Gates(*gates), gradients
+    o, starts, n_starts, sums, tags, firsts, write_BTH, m_BTH, weight, *lost = residuals
+    gates, (do, dC, dn, _) = Gates(sums, tags, firsts), gradients
     q, k, v, do, o = operands(q, k, v, do, o)
-    factor, dweight = normaliser_gradients(do, o, weight, m_BTH)
+    factor, dweight = normaliser_gradients(do, o, *(lost or [None]), weight, m_BTH)
     column = Column(dweight, dn.contiguous())
     dends, dC, dn_ends, dn = walks.walk(q, do, gates, factor, dC, chunk=chunk, dtype=q.dtype, reverse=True, column=column)
     normaliser = NormaliserGradient(factor, dweight, n_starts, dn_ends)
@@ -77,15 +77,18 @@ def relative(log_input_BTH: torch.Tensor, log_decay_BTH: torch.Tensor, m_BH: tor
     return m_BTH, log_keep_BTH, write_BTH, last_BH
 
 
-def normaliser_gradients(do_BTHV, o_BTHV, weight_BTH, m_BTH) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each token's factor of do, the gradient of weight = n . q), both [B, T, H], for o = read / max(|weight|, exp(-m))."""
+def normaliser_gradients(do_BTHV, o_BTHV, lost_BTHV, weight_BTH, m_BTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each token's factor of do, the gradient of weight = n . q), both [B, T, H], for o = read / max(|weight|, exp(-m)).
+
+    lost: what o's rounding to bfloat16 lost, or None; where |weight| is least, do . o is large and without it 2e-2 off.
+    """
     *rows, V = do_BTHV.shape
     factor, dweight = torch.empty_like(weight_BTH), torch.empty_like(weight_BTH)
     tokens = weight_BTH.numel()
     launch(
         _normaliser_gradients,
         (divide_up(tokens, 32),),
-        *(do_BTHV, o_BTHV, weight_BTH, m_BTH, factor, dweight, tokens),
+        *(do_BTHV, o_BTHV, lost_BTHV, weight_BTH, m_BTH, factor, dweight, tokens),
         **{"V": V, "BV": tile(V, 256), "L": 32},
     )
     return factor, dweight
@@ -121,13 +124,15 @@ def _relative(
 
 
 @triton.jit
-def _normaliser_gradients(do, o, weight, m, factor, dweight, tokens, V: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
+def _normaliser_gradients(do, o, lost, weight, m, factor, dweight, tokens, V: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
     row_L, v_V = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L), tl.arange(0, BV)
     place_LV, inside_LV = row_L[:, None] * V + v_V[None, :], (row_L < tokens)[:, None] & (v_V < V)[None, :]
-    do_LV, o_LV = tl.load(do + place_LV, mask=inside_LV, other=0.0), tl.load(o + place_LV, mask=inside_LV, other=0.0)
+    do_LV, o_LV = tl.load(do + place_LV, mask=inside_LV, other=0.0), tl.load(o + place_LV, mask=inside_LV, other=0.0).to(tl.float32)
+    if lost is not None:
+        o_LV += tl.load(lost + place_LV, mask=inside_LV, other=0.0).to(tl.float32)
     weight_L, m_L = tl.load(weight + row_L, mask=row_L < tokens, other=0.0), tl.load(m + row_L, mask=row_L < tokens, other=0.0)
     floor_L = tl.exp(-m_L)
     factor_L = 1 / tl.maximum(tl.abs(weight_L), floor_L)
     slope_L = tl.where(tl.abs(weight_L) < floor_L, 0.0, tl.where(weight_L < 0, factor_L, -factor_L))
     tl.store(factor + row_L, factor_L, mask=row_L < tokens)
-    tl.store(dweight + row_L, slope_L * tl.sum(do_LV.to(tl.float32) * o_LV.to(tl.float32), 1), mask=row_L < tokens)
+    tl.store(dweight + row_L, slope_L * tl.sum(do_LV.to(tl.float32) * o_LV, 1), mask=row_L < tokens)
