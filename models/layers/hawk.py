@@ -109,18 +109,19 @@ class Hawk(Layer):
         gate_BTL = ops.gelu(linear(x_BTD, p["y"], p["y_bias"], ops=ops))
         u_BTL = linear(x_BTD, p["x"], p["x_bias"], ops=ops)
         u_BTL, conv = short_convolution(u_BTL, p["conv"], p["conv_bias"], state=state.get("conv"), segments=segments)
-        u_BTL = precise(u_BTL, ops=ops)
         r_BTL, i_BTL = (ops.sigmoid(self._block_diagonal(u_BTL, p[name], p[f"{name}_bias"], ops=ops)) for name in ("forget", "input"))
+        u_BTL = precise(u_BTL, ops=ops)
         log_a_BTL = -RATE * r_BTL * ops.softplus(precise(p["decay"], ops=ops))
         new_BTL = bounded_sqrt(-ops.expm1(2 * log_a_BTL), ops=ops)
         new_BTL = ops.where(first_tokens(x_BTD, state.get("memory"), segments, ops=ops)[..., None], 1.0, new_BTL)
         return gate_BTL, new_BTL * i_BTL * u_BTL, log_a_BTL, {"conv": conv}
 
     def _block_diagonal(self, u_BTL: Array, weight_HIJ: Array, bias_L: Array, *, ops: ModuleType) -> Array:
-        """Each of H blocks of channels through its own square matrix."""
+        """Each of H blocks of channels through its own square matrix, in u's dtype; then the bias, in float32."""
         u_BTHI = u_BTL.reshape(*u_BTL.shape[:2], self.heads, -1)
         y_BTHJ = ops.einsum("bthi,hij->bthj", u_BTHI, ops.cast(weight_HIJ, u_BTL.dtype))
-        return y_BTHJ.reshape(u_BTL.shape) + ops.cast(bias_L, u_BTL.dtype)
+        y_BTL = precise(y_BTHJ.reshape(u_BTL.shape), ops=ops)
+        return y_BTL + ops.cast(bias_L, y_BTL.dtype)
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """Three linear maps, convolution, block-diagonal gates; the recurrence itself is one multiply-add an element."""
