@@ -108,6 +108,13 @@ class Model:
         self, layer: Layer, p: Mapping[str, Array], x: Array, state: State | None, segments: Array | None
     ) -> tuple[Array, State, dict[str, Array]]:
         """One block on the stream [B, T, D], or [B, D] for one token: the stream after it, its layer's state, its layer's scalars."""
+        x, y, state, record = self.unsummed(layer, p, x, state, segments)
+        return x + y, state, record
+
+    def unsummed(
+        self, layer: Layer, p: Mapping[str, Array], x: Array, state: State | None, segments: Array | None
+    ) -> tuple[Array, Array, State, dict[str, Array]]:
+        """`block` before its last sum: the stream and what is to be added to it, for whoever sums and normalises in one go."""
         ops, record = self.ops, {}
         mixer = behind("mixer.", p)
         z = ops.rms_norm(x, p["mixer_norm"], eps=NORM_EPSILON)
@@ -115,12 +122,12 @@ class Model:
             y, state = layer.step(mixer, z, state, ops=ops)
         else:
             y, state = layer.forward(mixer, z, state, segments, ops=ops, record=record)
-        x = x + y
         if not layer.mlp:
-            return x, state, record
+            return x, y, state, record
+        x = x + y
         z = ops.rms_norm(x, p["mlp_norm"], eps=NORM_EPSILON)
         hidden = ops.silu(linear(z, p["mlp.gate"], ops=ops)) * linear(z, p["mlp.up"], ops=ops)
-        return x + linear(hidden, p["mlp.down"], ops=ops), state, record
+        return x, linear(hidden, p["mlp.down"], ops=ops), state, record
 
     def stream(
         self, params: Mapping[str, Array], tokens: Array, states: list[State] | None = None, segments: Array | None = None, *,

@@ -115,7 +115,8 @@ class Trainer:
         self.ahead = 0 if self.device.type == "cpu" else 1
         """How many steps may wait on the device while the host goes on."""
         self._compile, self._blocks = compile and self.device.type != "cpu", {}
-        self._normalise = torch.compile(model.normalise, dynamic=False) if self._compile else model.normalise
+        normalise = functools.partial(_normalised, model)
+        self._normalise = torch.compile(normalise, dynamic=False) if self._compile else normalise
         self._copies = None if self.device.type == "cpu" else torch.cuda.Stream()
         self.team = team or Team()
         if optimizer is not None:
@@ -141,10 +142,11 @@ class Trainer:
         self._halted = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _transform(self, block: Callable, layer: Layer) -> Callable:
-        """The block of a kind of layer without its state, compiled once however many blocks are of that kind."""
+        """The block of a kind of layer without its state, compiled once however many blocks are of that kind; then the stream between blocks
+        is a pair."""
         if layer not in self._blocks:
-            run = functools.partial(_stateless, block)
-            self._blocks[layer] = torch.compile(run, dynamic=False) if self._compile else run
+            compiled = self._compile and torch.compile(functools.partial(_unsummed, self.model), dynamic=False)
+            self._blocks[layer] = functools.partial(_from_pair, compiled) if compiled else functools.partial(_stateless, block)
         run = self._blocks[layer]
         again = self.rematerialise and torch.is_grad_enabled()
         return functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) if again else run
@@ -303,6 +305,28 @@ def _stateless(block: Callable, *given: Any) -> tuple[torch.Tensor, None, dict[s
     """A block without its state, which training has no use for, and which is then not computed."""
     x, _, record = block(*given)
     return x, None, record
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""The stream, and what is still to be added to it: a compiled block adds the two where it reads them to normalise, and saves a pass over both."""
+
+
+def _unsummed(
+    model: Model, layer: Layer, p: Mapping[str, torch.Tensor], x: Pair, state: None, segments: torch.Tensor | None
+) -> tuple[Pair, None, dict[str, torch.Tensor]]:
+    """A block without its state from pair to pair."""
+    x, y, _, record = model.unsummed(layer, p, x[0] + x[1], state, segments)
+    return (x, y), None, record
+
+
+def _from_pair(run: Callable, layer: Layer, p: Mapping[str, torch.Tensor], x: torch.Tensor | Pair, *rest: Any) -> Any:
+    """A block from pair to pair, from the stream itself too: the first block's, which is the same program."""
+    return run(layer, p, x if isinstance(x, tuple) else (x, torch.zeros_like(x, requires_grad=x.requires_grad)), *rest)
+
+
+def _normalised(model: Model, params: Mapping[str, torch.Tensor], x: torch.Tensor | Pair) -> torch.Tensor:
+    """The stream as the head takes it."""
+    return model.normalise(params, x[0] + x[1] if isinstance(x, tuple) else x)
 
 
 def _read_later(names: list[str], values: torch.Tensor) -> Facts:
