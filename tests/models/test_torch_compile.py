@@ -35,6 +35,9 @@ def test_a_block_is_one_graph_and_is_compiled_once(name, segments, monkeypatch):
     found = [compiled.step(tokens, learning_rate=1e-3, segments=ids) for _ in range(2)]
     assert graphs.frame_count == 1
     assert found[0] == pytest.approx(plain, rel=1e-3) and found[1]["loss"] < found[0]["loss"]
+    scored = trainer(ENTRIES[name])
+    scored.load_weights(compiled.weights())
+    np.testing.assert_allclose(compiled.nll(tokens, segments=ids)[0], scored.nll(tokens, segments=ids)[0], rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["attention", "gla", "mesa", "hawk"])
