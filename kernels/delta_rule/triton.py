@@ -19,6 +19,7 @@ of it, BV a tile of V. A chunk's gates are five rows of C: beta, c, z, the runni
 token's document begins in the chunk.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -411,6 +412,7 @@ def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype).contiguous() for x in tensors]
 
 
+@functools.cache
 def fitted(kernel: str, dtype: torch.dtype, K: int, V: int) -> dict[str, int]:
     """The kernel's tiles and how it is compiled, for these sizes: powers of two, at least what tl.dot takes."""
     tile = {"BK": 256} | TILES[kernel, dtype]
