@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from kernels import attention as kernel
+from kernels.rope import rope
 from models.layers.layer import TRAINING, Array, Layer, State, linear, product
 from models.parameters import Parameter, Table, residual
 
@@ -44,7 +45,7 @@ class Attention(Layer):
         q, k, v = (self._heads(linear(x_BTD, p[name], ops=ops)) for name in ("q", "k", "v"))
         fresh = state is None and segments is None
         positions = ops.arange(x_BTD.shape[1], x_BTD) if fresh else kernel.positions(x_BTD, state, segments)
-        q, k = (ops.rope(x, positions, base=self.rope_base) for x in (q, k))
+        q, k = (rope(x, positions, base=self.rope_base) for x in (q, k))
         o_BTHK, state = kernel.attention(q, k, v, window=self.window, state=state, segments=segments)
         return linear(o_BTHK.reshape(*x_BTD.shape[:2], self.inner), p["out"], ops=ops), state
 
