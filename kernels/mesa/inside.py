@@ -35,26 +35,27 @@ def once(a, b, sum, MODE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def gradients(
-    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, hard, T, H, N, BH,
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, hard, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
     MODE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head. dhigh, dlow [M, K, X], dthrough [M, TILES, BK], HEADS: of `walks.ends`; since [B, T, H]: of `solve.check`."""
+    """One chunk of one head; dlam [M, K] is its part. dhigh, dlow [M, K, X], dthrough [M, TILES, BK] and HEADS: of `walks.ends`; since [B, T, H]:
+    of `solve.check`."""
     if HEADS == "all":
         _gradients(
-            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, N, BH, K, V, C,
-            BK, BV, BJ, TILES, MODE,
+            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
+            K, V, C, BK, BV, BJ, TILES, MODE,
         )  # fmt: skip
     elif (tl.load(hard + tl.program_id(0) % BH) != 0) == (HEADS == "hard"):
         _gradients(
-            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, N, BH, K, V, C,
-            BK, BV, BJ, TILES, MODE,
+            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
+            K, V, C, BK, BV, BJ, TILES, MODE,
         )  # fmt: skip
 
 
 @triton.jit
 def _gradients(
-    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, T, H, N, BH,
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +114,7 @@ def _gradients(
         dbeta_C += tl.sum(k32_CJ * (written_CJ + 0.5 * kD_CJ), 1)  # the key that is written
         dk_CJ = once(tl.trans(dscore_CC), x_CJ, (written_CJ + vD_CJ + kD_CJ) * beta_C[:, None], MODE)
         tl.store(dk + row * K + at_CJ, dk_CJ.to(dk.dtype.element_ty), mask=real_CJ)
+        tl.store(dlam + m.to(tl.int64) * K + j_J, -tl.sum(x_CJ.to(tl.float32) * e_CJ.to(tl.float32), 0), mask=j_J < K)
 
     written_CV = once(tl.trans(weight_CC), do_CV, written_CV * end_C[:, None], MODE)
     dbeta_C += tl.sum(written_CV * v_CV.to(tl.float32), 1)

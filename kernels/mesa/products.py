@@ -37,14 +37,15 @@ def low_part(x, high):
 
 @triton.jit
 def product(a, b, b_low, sum, MODE: tl.constexpr):
-    """sum + a b in float32. a: float32, or half for "half"; b: high part, b_low: low part or None where b is exact; sum: None for 0."""
+    """sum + a b in float32. a: float32, or in b's dtype, exact; b: high part, b_low: low part or None where b is exact; sum: None for 0."""
     if MODE == "exact":
         return tl.dot(a, b, sum, input_precision="tf32x3")
     else:
         high = a.to(b.dtype)
         sum = tl.dot(high, b, sum)
         if MODE == "split":
-            sum = tl.dot(low_part(a, high), b, sum)
+            if a.dtype != b.dtype:
+                sum = tl.dot(low_part(a, high), b, sum)
             if b_low is not None:
                 sum = tl.dot(high, b_low, sum)
         return sum

@@ -22,6 +22,9 @@ from kernels.mesa.walks import tile
 
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
 REFINEMENT = tl.constexpr(8)  # steps of one, at most
+SLACK = tl.constexpr(8)
+CAP = tl.constexpr(3)
+MARGIN = tl.constexpr(16)  # by which a refinement goes below what is asked: a wrong solution can be several times too long
 
 
 @triton.jit
@@ -109,13 +112,16 @@ def apply(p_CK, k_CK, high_KK, low_KK, weight_CC, start_C, MODE: tl.constexpr):
 @triton.jit
 def conjugate_gradients(
     b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam_at, real_K, unit, steps, eps,
-    MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr,
+    MODE: tl.constexpr, SHORT: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr,
 ):  # fmt: skip
-    """(x, steps taken, rho, limit) for rows b of norm 1 and directions p. JACOBI: the start is first_C times p."""
-    KEPT: tl.constexpr = tl.float16 if MODE == "half" else tl.float32
-    # Of a token: rho = ||r||; r and the direction p are kept over it. The first direction is the start itself, taken whole (by `first`):
-    # x = start and r = b - A start come out of round -1.
-    p_CK, r_CK, weight_CC = p_CK.to(KEPT), b_CK.to(KEPT), weight_CC.to(KEPT)
+    """(x, steps taken, limit) for rows b of norm 1 and directions p. SHORT: r in float16. JACOBI: the start is first_C times p."""
+    # Of a token: rho = ||r||; r and the direction p are kept over it. A direction is what float16 holds, so that no product rounds it; the
+    # first is the start itself, taken whole (by `first`): x = start and r = b - A start come out of round -1.
+    HELD: tl.constexpr = tl.float32 if MODE == "exact" else tl.float16
+    KEPT: tl.constexpr = tl.float16 if SHORT else tl.float32
+    p_CK, r_CK = p_CK.to(HELD), b_CK.to(KEPT)
+    if MODE == "half":
+        weight_CC = weight_CC.to(HELD)
     x_CK = b_CK * 0.0
     rho_C = first_C * 0.0 + 1.0
     taken_C = (first_C * 0.0).to(tl.int32)
@@ -138,7 +144,7 @@ def conjugate_gradients(
         going_C = moves_C & (rho_C > limit_C)
         Ap_CK *= (1 / tl.where(going_C, turn_C, 1.0))[:, None]
         r_CK = Ap_CK.to(KEPT)
-        p_CK = (Ap_CK + tl.where(going_C & (count >= 0), turn_C, 0.0)[:, None] * direction_CK).to(KEPT)
+        p_CK = (Ap_CK + tl.where(going_C & (count >= 0), turn_C, 0.0)[:, None] * direction_CK).to(HELD)
         taken_C += (moves_C & (count >= 0)).to(tl.int32)
         count += 1
     return x_CK, taken_C, limit_C
@@ -158,16 +164,16 @@ def reached(asked_C, length_C, lam_K, real_K, bound, BACK: tl.constexpr):
     """The residual, relative to the right-hand side, of a token that is not refined; length: ||x|| over the right-hand side's norm."""
     reached_C = tl.maximum(bound, 2 * asked_C)
     if BACK:  # x may be small (1 / 900 of b on repeated tokens), and its error is at most ||left|| / the least of Lambda
-        reached_C *= tl.minimum(4 * tl.min(tl.where(real_K, lam_K, float("inf")), 0) * length_C, 1.0)
+        reached_C *= tl.minimum(tl.min(tl.where(real_K, lam_K, float("inf")), 0) * length_C * SLACK, CAP)
     return reached_C
 
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def iterate(
-    rhs, k, beta, sums, tags, firsts, lam, high, low, scale, solution, taken, asked, T, H, BH, steps, eps,
+    rhs, k, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, T, H, BH, steps, eps,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr,
 ):  # fmt: skip
-    """solution [B, T, H, K] float32 = A^-1 rhs; taken, asked [B, T, H]: steps, and the residual at which a token could stop."""
+    """solution [B, T, H, K] float32 = A^-1 rhs, short the same in its dtype; taken, asked [B, T, H]: steps, and at what residual a token could stop."""
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K = tl.arange(0, BK)
@@ -202,11 +208,14 @@ def iterate(
         low_KK = tl.load(low + state + at_KK, mask=real_KK, other=0.0)
     x_CK, taken_C, limit_C = conjugate_gradients(
         b_CK, most_C > 0, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam + h * K + i_K, i_K < K, unit, steps, eps,
-        MODE, JACOBI, CRITERION,
+        MODE, MODE == "half", JACOBI, CRITERION,
     )  # fmt: skip
     tl.store(taken + first_row + row_C, taken_C, mask=real_C)
     tl.store(asked + first_row + row_C, limit_C, mask=real_C)
-    tl.store(solution + first_row * K + at_CK, x_CK * (size_C / unit)[:, None], mask=real_CK)
+    x_CK *= (size_C / unit)[:, None]
+    tl.store(solution + first_row * K + at_CK, x_CK, mask=real_CK)
+    if short is not None:
+        tl.store(short + first_row * K + at_CK, x_CK.to(short.dtype.element_ty), mask=real_CK)
 
 
 @triton.jit
@@ -235,104 +244,105 @@ def residual_of(b_at, x_at, real_CK, Ax_CK, size_C, lam_K):
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def check(
-    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, flag, output, residual, since, reading, dlam,
+    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, known, flag, residual, since, reading,
     T, H, BH, steps, bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, FLAG: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """The residual of x [B, T, H, K] relative to rhs; flag [M]: whether it is too large, and the chunk to be refined.
+    """The residual of x [B, T, H, K] relative to rhs; flag [M]: whether it is too large, and the chunk to be refined, as those that are `known` to be.
 
-    Forward: residual [B, T, H]. BACK, with the forward solution x0: output [B, T, H, K] = x, dlam [M, K] the chunk's part of Lambda's
-    gradient, reading [B, T, H] that of log decay from the chunk's start, since being what G gave to it.
+    Forward: residual [B, T, H]. BACK, with the forward solution x0: reading [B, T, H] = since - x0 . start (x H), the gradient of log decay
+    from the chunk's start, since being what G gave to it.
     """
+    if known is None:
+        _check(
+            rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, flag, residual, since, reading,
+            T, H, BH, steps, bound, K, V, C, BK, MODE, FLAG, BACK,
+        )  # fmt: skip
+    elif tl.load(known + tl.program_id(0)) == 0:
+        _check(
+            rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, flag, residual, since, reading,
+            T, H, BH, steps, bound, K, V, C, BK, MODE, FLAG, BACK,
+        )  # fmt: skip
+    else:
+        tl.store(flag + tl.program_id(0), 1)
+
+
+@triton.jit
+def _check(
+    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, flag, residual, since, reading, T, H, BH, steps, bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, FLAG: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K = tl.arange(0, BK)
     real_K = i_K < K
-    at_CK, real_CK = row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
+    at_CK, real_CK = first_row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
     at_KK, real_KK = i_K[:, None] * (V + K) + i_K[None, :], real_K[:, None] & real_K[None, :]
     state = m.to(tl.int64) * K * (V + K) + V
     k_CK, _, weight_CC, start_C, unit, _, _, _ = system(
         m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K, BK, C, MODE
     )
-    x_CK, x_size_C = scaled_float32(x + first_row * K + at_CK, real_CK, MODE)
+    x_CK, x_size_C = scaled_float32(x + at_CK, real_CK, MODE)
     Ax_CK, read_CK = whole(x_CK, k_CK, weight_CC, start_C, high + state + at_KK, low + state + at_KK, real_KK, MODE)
     if BACK:
-        back_results(
-            x, x0, output, since, reading, dlam + m.to(tl.int64) * K, first_row, row_C, real_C, read_CK * (x_size_C * unit)[:, None], K, BK
-        )
+        read_at_start(x0, since, reading, at_CK, real_CK, first_row + row_C, real_C, read_CK * (x_size_C * unit)[:, None])
     if FLAG or not BACK:
         lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=0.0)
-        left_CK, left_C, over_C, norm_C = residual_of(
-            rhs + first_row * K + at_CK, x + first_row * K + at_CK, real_CK, Ax_CK, x_size_C * unit, lam_K
-        )
+        left_CK, left_C, over_C, norm_C = residual_of(rhs + at_CK, x + at_CK, real_CK, Ax_CK, x_size_C * unit, lam_K)
         if not BACK:
             tl.store(residual + first_row + row_C, left_C, mask=real_C)
     if FLAG:
         length_C = tl.sqrt(tl.sum(x_CK * x_CK, 1)) * (x_size_C * over_C / norm_C)
         reached_C = reached(tl.load(asked + first_row + row_C, mask=real_C, other=0.0), length_C, lam_K, real_K, bound, BACK)
-        if MODE == "half":
-            reached_C *= 0.5  # the residual of half products has their own error in it, and does not see H's
         again_C = (left_C > reached_C) & (tl.load(taken + first_row + row_C, mask=real_C, other=0) + REFINEMENT <= steps)
         tl.store(flag + m, tl.max(again_C.to(tl.int32), 0))
 
 
 @triton.jit
-def back_results(x, x0, output, since, reading, dlam, first_row, row_C, real_C, read_CK, K: tl.constexpr, BK: tl.constexpr):
-    """Backward: what is made of the solution x; see `check`. read: start (x H)."""
-    i_K = tl.arange(0, BK)
-    at_CK, real_CK = first_row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & (i_K < K)[None, :]
-    x0_CK = tl.load(x0 + at_CK, mask=real_CK, other=0.0)
-    since_C = tl.load(since + first_row + row_C, mask=real_C, other=0.0) - tl.sum(x0_CK * read_CK, 1)
-    tl.store(reading + first_row + row_C, since_C, mask=real_C)
-    x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
-    tl.store(output + at_CK, x_CK.to(output.dtype.element_ty), mask=real_CK)
-    tl.store(dlam + i_K, -tl.sum(x0_CK * x_CK, 0), mask=i_K < K)
+def read_at_start(x0, since, reading, at_CK, real_CK, at_C, real_C, read_CK):
+    """reading: see `check`; read: start (x H)."""
+    since_C = tl.load(since + at_C, mask=real_C, other=0.0) - tl.sum(tl.load(x0 + at_CK, mask=real_CK, other=0.0) * read_CK, 1)
+    tl.store(reading + at_C, since_C, mask=real_C)
 
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def refine(
-    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, flag, output, residual, since, reading, dlam,
+    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, known, flag, residual, since, reading,
     T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr, ROUNDS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BACK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk that is flagged: its tokens of too large a residual solved again from there, in half products, and what is made of x anew."""
+    """A chunk that is flagged: its tokens of too large a residual solved again from there, and what is made of x anew."""
     if tl.load(flag + tl.program_id(0)) != 0:
         _refine(
-            rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, output, residual, since, reading, dlam,
+            rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, residual, since, reading,
             T, H, BH, steps, bound, K, V, C, BK, BACK, ROUNDS,
         )  # fmt: skip
 
 
 @triton.jit
 def _refine(
-    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, output, residual, since, reading, dlam,
-    T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr, ROUNDS: tl.constexpr,
+    rhs, k, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, residual, since, reading, T, H, BH, steps, bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BACK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K = tl.arange(0, BK)
     real_K = i_K < K
-    at_CK, real_CK = row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
+    at_CK, real_CK = first_row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
     at_KK, real_KK = i_K[:, None] * (V + K) + i_K[None, :], real_K[:, None] & real_K[None, :]
     state = m.to(tl.int64) * K * (V + K) + V
-    k_CK, k_size_C, weight_CC, start_C, unit, sum_C, tag_C, since_C = system(
+    k_CK, _, weight_CC, start_C, unit, _, _, _ = system(
         m, chunk, k, beta, sums, tags, firsts, scale, first_row, row_C, real_C, K, BK, C, "split"
     )
     round = 0
     going = 1
     while going != 0:
-        x_CK, x_size_C = scaled_float32(x + first_row * K + at_CK, real_CK, "split")
+        x_CK, x_size_C = scaled_float32(x + at_CK, real_CK, "split")
         Ax_CK, read_CK = whole(x_CK, k_CK, weight_CC, start_C, high + state + at_KK, low + state + at_KK, real_KK, "split")
         lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=0.0)
-        left_CK, left_C, over_C, norm_C = residual_of(
-            rhs + first_row * K + at_CK, x + first_row * K + at_CK, real_CK, Ax_CK, x_size_C * unit, lam_K
-        )
+        left_CK, left_C, over_C, norm_C = residual_of(rhs + at_CK, x + at_CK, real_CK, Ax_CK, x_size_C * unit, lam_K)
         if BACK:
-            read_CK *= (x_size_C * unit)[:, None]
-            back_results(x, x0, output, since, reading, dlam + m.to(tl.int64) * K, first_row, row_C, real_C, read_CK, K, BK)
+            read_at_start(x0, since, reading, at_CK, real_CK, first_row + row_C, real_C, read_CK * (x_size_C * unit)[:, None])
         else:
             tl.store(residual + first_row + row_C, left_C, mask=real_C)
         length_C = tl.sqrt(tl.sum(x_CK * x_CK, 1)) * (x_size_C * over_C / norm_C)
@@ -342,15 +352,17 @@ def _refine(
         going = tl.max(again_C.to(tl.int32), 0)
         if going != 0:
             left_CK, most_C, size_C = of_norm_1(tl.where(again_C[:, None], left_CK, 0.0))
-            limit_C = reached_C * norm_C / (4 * tl.where(again_C, most_C * size_C, 1.0))
+            limit_C = reached_C * norm_C / (tl.where(again_C, most_C * size_C, 1.0) * MARGIN)
             high_KK = tl.load(high + state + at_KK, mask=real_KK, other=0.0)
+            low_KK = tl.load(low + state + at_KK, mask=real_KK, other=0.0)
             more_CK, more_C, limit_C = conjugate_gradients(
-                left_CK, again_C & (most_C > 0), limit_C * 0.0, left_CK, limit_C, k_CK, high_KK, high_KK, weight_CC, start_C,
-                lam + h * K + i_K, real_K, unit, REFINEMENT, 0.0, "half", False, "b",
+                left_CK, again_C & (most_C > 0), limit_C * 0.0, left_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C,
+                lam + h * K + i_K, real_K, unit, REFINEMENT, 0.0, "split", False, False, "b",
             )  # fmt: skip
             more_CK = more_CK * (most_C * size_C / (over_C * unit))[:, None]
-            more_CK += tl.load(x + first_row * K + at_CK, mask=real_CK, other=0.0)
-            tl.store(x + first_row * K + at_CK, more_CK, mask=real_CK)
+            more_CK += tl.load(x + at_CK, mask=real_CK, other=0.0)
+            tl.store(x + at_CK, more_CK, mask=real_CK)
+            tl.store(short + at_CK, more_CK.to(short.dtype.element_ty), mask=real_CK)
             tl.store(taken + first_row + row_C, taken_C + more_C, mask=real_C)
             tl.debug_barrier()  # the next round reads what other threads wrote
         round += 1
@@ -358,17 +370,13 @@ def _refine(
 
 @triton.jit(do_not_specialize=["T", "H", "BH"])
 def read(
-    x, k, v, beta, sums, tags, firsts, high, low, scale, output, short, T, H, BH,
+    x, k, v, beta, sums, tags, firsts, high, low, scale, output, T, H, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """output [B, T, H, V] = G^T x in whole products, BJ columns at a time; short: x in its dtype, where there is one."""
+    """output [B, T, H, V] = G^T x in whole products, BJ columns at a time."""
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     x_CK = tile(x + first_row * K, row_C, real_C, 0, K, BK)
-    if short is not None:
-        i_K = tl.arange(0, BK)
-        at_CK = first_row * K + row_C[:, None] * K + i_K[None, :]
-        tl.store(short + at_CK, x_CK.to(short.dtype.element_ty), mask=real_C[:, None] & (i_K < K)[None, :])
     x_size_C = row_scales(x_CK, MODE)
     x_CK *= (1 / x_size_C)[:, None]
     k_CK, k_size_C = scaled(k + first_row * K, row_C, real_C, K, BK, MODE)

@@ -40,7 +40,7 @@ CONFIGURATIONS = {
 }  # fmt: skip
 LIMIT = 255
 """All registers that a thread can have: unless told, ptxas 13.1 gives 32 to kernels that need more, and spills the rest."""
-BOUND = 1e-3
+BOUND = 1.25e-3
 """A token of true residual above this (of a right-hand side of norm 1) is refined."""
 
 
@@ -71,76 +71,43 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
         walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), k, v, beta, *decays, S_BHKX, high, low, scale, last, T, H, N, B * H,
         **sizes, BV=tile(V), BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
-    o = torch.empty_like(v)
-    x, taken, residual, flag, _ = solve(
-        q, k, None, beta, decays, lam, high, low, scale, None, None, steps, eps, criterion, start, chunk, mode
-    )
     short = torch.empty_like(q) if mode == "refine" else None
+    x, taken, residual, flag = solve(q, k, None, beta, decays, lam, high, low, scale, short, None, None, steps, eps, criterion, start, chunk, mode)
+    o = torch.empty_like(v)
     columns, warps, stages = CONFIGURATIONS[mode]["read"]
     launch(
-        solver.read, (M,), x, k, v, beta, *decays, high, low, scale, o, short, T, H, B * H,
+        solver.read, (M,), x, k, v, beta, *decays, high, low, scale, o, T, H, B * H,
         **sizes, BV=tile(V), BJ=columns, MODE="exact" if mode == "exact" else "split", warps=warps, stages=stages,
     )  # fmt: skip
     kept = {"exact": (), "split": (low,), "refine": (low, short, flag)}[mode]
     return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *kept)
 
 
-def solve(rhs, k, x0, beta, decays, lam, high, low, scale, output, since, steps, eps, criterion, start, chunk, mode):
-    """(x, steps taken, residual, which chunks were refined, Lambda's gradient by chunk) of A x = rhs; `output` is written. Backward, given x0: the residual is that part
-    of log decay's gradient which is read from the chunk's start."""
+def solve(rhs, k, x0, beta, decays, lam, high, low, scale, short, known, since, steps, eps, criterion, start, chunk, mode):
+    """(x, steps taken, residual, which chunks were refined) of A x = rhs; short is x too. Backward, given x0: the residual is that part of log
+    decay's gradient which is read from the chunk's start, and chunks `known` to be hard are refined in any case; see `solver.check`."""
     B, T, H, K = k.shape
     M, V, back = high.shape[0], high.shape[2] - K, x0 is not None
     sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = partial(k.new_empty, dtype=torch.float32)
     x, taken, asked, residual = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), new(beta.shape)
-    flag, dlam = new((M,), dtype=torch.int32) if mode == "refine" else None, new((M, K)) if back else None
+    flag = new((M,), dtype=torch.int32) if mode == "refine" else None
     rows = (None, since, residual) if back else (residual, None, None)
     _, warps, stages = CONFIGURATIONS[mode]["iterate"]
     launch(
-        solver.iterate, (M,), rhs, k, beta, *decays, lam, high, low, scale, x, taken, asked, T, H, B * H, steps, eps,
+        solver.iterate, (M,), rhs, k, beta, *decays, lam, high, low, scale, x, short, taken, asked, T, H, B * H, steps, eps,
         **sizes, MODE="half" if mode == "refine" else mode, JACOBI=start == "jacobi", CRITERION=criterion, warps=warps, stages=stages,
     )  # fmt: skip
-    system = (
-        rhs,
-        k,
-        x0,
-        beta,
-        *decays,
-        lam,
-        high,
-        low,
-        scale,
-        x,
-        taken,
-        asked,
-        flag,
-        output if back else None,
-        *rows,
-        dlam,
-        T,
-        H,
-        B * H,
-        steps,
-        BOUND,
-    )
+    system = (rhs, k, x0, beta, *decays, lam, high, low, scale, x, short, taken, asked, known, flag, *rows, T, H, B * H, steps, BOUND)
     _, warps, stages = CONFIGURATIONS[mode]["check"]
-    full = "exact" if mode == "exact" else "split"
     launch(
-        solver.check,
-        (M,),
-        *system,
-        **sizes,
-        MODE=full,
-        FLAG=mode == "refine",
-        BACK=back,
-        warps=warps,
-        stages=stages,
-        registers=LIMIT if mode == "exact" else None,
-    )
+        solver.check, (M,), *system, **sizes, MODE="exact" if mode == "exact" else "split", FLAG=mode == "refine", BACK=back,
+        warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
+    )  # fmt: skip
     if mode == "refine":
         _, warps, stages = CONFIGURATIONS[mode]["refine"]
         launch(solver.refine, (M,), *system, **sizes, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
-    return x, taken, residual, flag, dlam
+    return x, taken, residual, flag
 
 
 def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, precision):
@@ -162,9 +129,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
         **sizes, BV=tile(V), MODE=mode, warps=CONFIGURATIONS[mode]["right_side"][1], stages=1,
     )  # fmt: skip
-    back, _, since, again, dlam = solve(
-        rhs, k, x, beta, decays, lam, high, low, scale, dq, since, steps, eps, criterion, start, chunk, mode
-    )
+    back, _, since, again = solve(rhs, k, x, beta, decays, lam, high, low, scale, dq, flag, since, steps, eps, criterion, start, chunk, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
@@ -180,12 +145,12 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
                 walks.ends, (grid, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
                 **sizes, BW=columns, MODE=taken, HEADS=heads, KEYS=bool(keys), warps=warps, stages=stages,
             )  # fmt: skip
-    dk, dv, dbeta, dlog_decay = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape)
+    dk, dv, dbeta, dlog_decay, dlam = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape), new((M, K))
     for heads, taken, x, back in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
         launch(
-            inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, hard,
-            T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
+            inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
+            hard, T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
             registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)

@@ -167,7 +167,8 @@ def outer(a_CK, b_CW, sum_KW, MODE: tl.constexpr):
     if MODE == "exact":
         return product(tl.trans(a_CK), b_CW, None, sum_KW, MODE)
     elif MODE == "half":
-        return tl.dot(tl.trans(a_CK), b_CW.to(tl.bfloat16), sum_KW)
+        high_CW = b_CW.to(tl.bfloat16)
+        return tl.dot(tl.trans(a_CK), low_part(b_CW, high_CW), tl.dot(tl.trans(a_CK), high_CW, sum_KW))
     else:
         a_high, b_high = a_CK.to(tl.bfloat16), b_CW.to(tl.bfloat16)
         sum_KW = tl.dot(tl.trans(a_high), b_high, sum_KW)
