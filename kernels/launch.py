@@ -36,6 +36,7 @@ class Launch:
 
 
 _in_place = False
+_chained = False
 _one_token: Callable | None = None
 
 
@@ -58,6 +59,23 @@ def in_place() -> bool:
     return _in_place
 
 
+@contextmanager
+def chained() -> Iterator[None]:
+    """Inside, a kernel that can begins while the one before it ends (programmatic dependent launch): it asks for weights and states, and waits for
+    the other's end before it reads anything else or writes. So what it asks for early must be older than the kernel before."""
+    global _chained
+    before, _chained = _chained, not INTERPRETED
+    try:
+        yield
+    finally:
+        _chained = before
+
+
+def early() -> bool:
+    """Whether kernels may begin so."""
+    return _chained
+
+
 def after(state: Any) -> Any:
     """Memory for what takes a state's place; the state's own, where every program reads its part before it writes it, and may."""
     import torch
@@ -66,10 +84,11 @@ def after(state: Any) -> Any:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, registers: int | None = None, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, registers: int | None = None, early: bool = False,
+    **constants: Any,
+) -> None:  # fmt: skip
     """Start `kernel` on the device of its tensors. arguments: tensors and integers; constants: its `tl.constexpr` parameters by name.
-    registers: that a thread may have at most.
+    registers: that a thread may have at most. early: begin before the kernel before it ends; the kernel's constant EARLY tells it so, where it has one.
 
     Fake tensors (torch.compile asking for shapes) start nothing.
     """
@@ -85,7 +104,7 @@ def launch(
         return
     where = tensors[0].device
     choose_assembler()
-    limit = {} if registers is None else {"maxnreg": registers}
+    limit = ({} if registers is None else {"maxnreg": registers}) | ({"launch_pdl": True} if early else {})
     options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages, **limit}
     if where.type == "cuda" and where.index != torch.cuda.current_device():
         with torch.cuda.device(where):

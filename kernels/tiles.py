@@ -32,3 +32,21 @@ def decay_between(sum_C, document_C):
     token_C = tl.arange(0, sum_C.shape[0])
     seen = (token_C[:, None] >= token_C[None, :]) & (document_C[:, None] == document_C[None, :])
     return tl.where(seen, tl.exp(tl.where(seen, sum_C[:, None] - sum_C[None, :], 0.0)), 0.0)
+
+
+PREFETCH = tl.constexpr("""
+{
+.reg .pred first;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+@first cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.u32 $0, 0;
+}
+""")
+
+
+@triton.jit
+def prefetch(pointer, bytes):
+    """Ask for memory to be brought into the second cache: a multiple of 16 bytes, from one on. Not in the interpreter."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [pointer.to(tl.int64), bytes], dtype=tl.int32, is_pure=False, pack=1)

@@ -260,7 +260,7 @@ def wide_matmul(x: Array, weight: Array) -> Array:
     return torch.matmul(x.to(wide), weight.to(wide))
 
 
-def _parts(x: Array, count: int) -> list[Array]:
+def parts(x: Array, count: int) -> list[Array]:
     """bfloat16 arrays that add up to a float32 one, each 2^-8 of the one before."""
     parts = []
     for _ in range(count):
@@ -281,13 +281,13 @@ def _summed_product(a: Array, b: Array, columns: int) -> Array:
 
 
 def _wide_forward(x_NI: Array, weight_IJ: Array) -> tuple[tuple[Array], tuple]:
-    return (_summed_product(x_NI, _beside(_parts(weight_IJ, 3)), weight_IJ.shape[1]),), ()
+    return (_summed_product(x_NI, _beside(parts(weight_IJ, 3)), weight_IJ.shape[1]),), ()
 
 
 def _wide_backward(arrays: tuple[Array, ...], residuals: tuple, gradients: tuple[Array]) -> tuple[Array, Array]:
     (x_NI, weight_IJ), (dy_NJ,) = arrays, gradients
-    high, low = _parts(dy_NJ, 2)
-    W, w = _parts(weight_IJ, 2)
+    high, low = parts(dy_NJ, 2)
+    W, w = parts(weight_IJ, 2)
     dx_NI = _beside([high, low, high]) @ _beside([W, W, w]).T
     return dx_NI, _summed_product(x_NI.T, _beside([high, low]), weight_IJ.shape[1])
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import arrays, segmentation
-from kernels.launch import after, divide_up, launch
+from kernels.launch import after, divide_up, early, launch
 from kernels.linear_attention.reference import State, fresh
 from kernels.linear_attention.walks import tile
 
@@ -27,14 +27,15 @@ def step(q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, state=None, seg
     q, k, v, log_decay, S, last = (x.contiguous() for x in (q, k, v, log_decay, *state))
     beta, sign, segment_B = (None if x is None else x.contiguous() for x in (beta, sign, segment_B))
     (B, H, K), V = q.shape, v.shape[-1]
-    o, S_after, last_after = torch.empty_like(v), after(S), torch.empty_like(last)
+    o, S_after = torch.empty_like(v), after(S)
+    last_after = after(last) if segment_B is None else torch.empty_like(last)  # its heads read it, at their own times
     BK, BV = tile(K, 256), tile(V, 32)
     launch(
         _step,
         (divide_up(V, BV), B * H),
         *(q, k, v, log_decay, beta, sign, S, segment_B, last, o, S_after, last_after, float(scale)),
         **{"H": H, "K": K, "V": V, "BK": BK, "BV": BV, "BETA": beta is not None, "SIGNED": sign is not None},
-        **{"SEGMENTS": segment_B is not None, "warps": 4, "stages": 1},
+        **{"SEGMENTS": segment_B is not None, "EARLY": early(), "early": early(), "warps": 4, "stages": 1},
     )
     return o, State(S_after, last_after)
 
@@ -43,12 +44,15 @@ def step(q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, state=None, seg
 def _step(
     q, k, v, log_decay, beta, sign, S, segment, last, o, S_after, last_after, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BETA: tl.constexpr, SIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+    BETA: tl.constexpr, SIGNED: tl.constexpr, SEGMENTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row_K, column_V = tl.arange(0, BK), part * BV + tl.arange(0, BV)
     place_KV, there_KV = row_K[:, None] * V + column_V[None, :], (row_K < K)[:, None] & (column_V < V)[None, :]
     before_KV = tl.load(S + head * (K * V) + place_KV, mask=there_KV, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q_K = tl.load(q + head * K + row_K, mask=row_K < K, other=0.0).to(tl.float32)
     k_K = tl.load(k + head * K + row_K, mask=row_K < K, other=0.0).to(tl.float32)
     v_V = tl.load(v + head * V + column_V, mask=column_V < V, other=0.0).to(tl.float32)

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from kernels import arrays, segmentation
-from kernels.launch import after, launch
+from kernels.launch import INTERPRETED, after, early, launch
 from kernels.mesa.reference import State, fresh
 from kernels.mesa.triton import tile
+from kernels.tiles import prefetch
 
 Array = Any  # torch.Tensor
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
@@ -31,35 +32,47 @@ def step(
     q, k, v, G, S, last = (x.contiguous() for x in (q, k, v, *state))
     log_decay, beta, lam, sign = (None if x is None else x.float().contiguous() for x in (log_decay, beta, lam, sign))
     (B, H, K), V = q.shape, v.shape[-1]
-    end = State(after(G), after(S), torch.empty_like(last))
+    end = State(after(G), after(S), after(last) if segment_B is None else torch.empty_like(last))  # its heads read it, at their own times
     o, taken, residual = torch.empty_like(v), q.new_empty((B, H), dtype=torch.int32), torch.empty_like(beta)
+    # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use, and has G brought into
+    # the second cache meanwhile; many such would drive one another's out before it is read.
+    few = B * H <= 132
     launch(
         advance, (B * H,), q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual,
         H, steps if solve else 0, float(eps),
-        K=K, V=V, BK=tile(K), BV=tile(V), START=start if solve else "query", CRITERION=criterion, warps=8 if K > 64 else 4, stages=1,
+        K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start if solve else "query", CRITERION=criterion,
+        PREFETCH=few and not INTERPRETED and K * V % 4 == 0, EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
     )  # fmt: skip
     return o, end, {"steps": taken, "residual": residual}
 
 
 @triton.jit
-def times(S_KK, x_K):
-    """S x for a symmetric S."""
-    return tl.sum(S_KK * x_K[:, None], 0)
+def times(S_AIK, x_K, A: tl.constexpr, I: tl.constexpr):
+    """S x for a symmetric S. A thread has a column: its sum takes no other thread, and goes in A chains."""
+    return tl.sum(tl.sum(S_AIK * tl.reshape(x_K, (A, I))[:, :, None], 1), 0)
 
 
-@triton.jit(do_not_specialize=["H", "steps"])
+@triton.jit(do_not_specialize=["H", "steps"], do_not_specialize_on_alignment=["S", "S_end"])
 def advance(
     q, k, v, log_decay, beta, sign, lam, G, S, segment, last, o, G_end, S_end, last_end, taken, residual,
     H, steps, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, START: tl.constexpr, CRITERION: tl.constexpr,
+    CHAINS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence. S is H, the matrix; START "query" reads with q itself."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // H, bh % H
     i_K, j_V = tl.arange(0, BK), tl.arange(0, BV)
     real_K, real_V = i_K < K, j_V < V
-    real_KK, real_KV = real_K[:, None] & real_K[None, :], real_K[:, None] & real_V[None, :]
-    S_KK = tl.load(S + bh * K * K + i_K[:, None] * K + i_K[None, :], mask=real_KK, other=0.0)
+    I: tl.constexpr = BK // CHAINS
+    i_AI = tl.arange(0, CHAINS)[:, None] * I + tl.arange(0, I)[None, :]
+    real_AIK = (i_AI < K)[:, :, None] & real_K[None, None, :]
+    place_AIK = bh * K * K + i_AI[:, :, None] * K + i_K[None, None, :]
+    S_AIK = tl.load(S + place_AIK, mask=real_AIK, other=0.0)
+    if PREFETCH:
+        prefetch(G + bh * K * V, K * V * 4)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     id = tl.load(last + b)
     keep = tl.exp(tl.load(log_decay + bh))
@@ -81,24 +94,24 @@ def advance(
 
     k_K = tl.load(k + bh * K + i_K, mask=real_K, other=0.0).to(tl.float32)
     written_K = k_K * write
-    S_KK = tl.where(keep == 0, 0.0, S_KK * keep) + written_K[:, None] * k_K[None, :]
-    tl.store(S_end + bh * K * K + i_K[:, None] * K + i_K[None, :], S_KK, mask=real_KK)
+    written_AI = tl.reshape(written_K, (CHAINS, I))
+    S_AIK = tl.where(keep == 0, 0.0, S_AIK * keep) + written_AI[:, :, None] * k_K[None, None, :]
+    tl.store(S_end + place_AIK, S_AIK, mask=real_AIK)
 
-    # Conjugate gradients, as `kernels.mesa.solver` has them; vectors lie along columns, products are sums over rows (H is symmetric).
     q_K = tl.load(q + bh * K + i_K, mask=real_K, other=0.0).to(tl.float32)
     lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=1.0)
     most = tl.max(tl.abs(q_K), 0)
     b_K = q_K / tl.where(most > 0, most, 1.0)
     norm = tl.sqrt(tl.sum(b_K * b_K, 0))
     b_K = b_K / tl.where(norm > 0, norm, 1.0)
-    diagonal_K = tl.sum(tl.where(i_K[:, None] == i_K[None, :], S_KK, 0.0), 0) + lam_K
+    diagonal_K = tl.sum(tl.sum(tl.where(i_AI[:, :, None] == i_K[None, None, :], S_AIK, 0.0), 1), 0) + lam_K
     if START == "query":
         x_K = b_K
     elif START == "jacobi":
         x_K = tl.where(diagonal_K > 0, b_K / tl.where(diagonal_K > 0, diagonal_K, 1.0), 0.0)
     else:
         x_K = b_K * 0.0
-    r_K = b_K - times(S_KK, x_K) - lam_K * x_K
+    r_K = b_K - times(S_AIK, x_K, CHAINS, I) - lam_K * x_K
     p_K = r_K
     square = tl.sum(r_K * r_K, 0)
     first = tl.sqrt(square)
@@ -107,7 +120,7 @@ def advance(
     going = (most > 0) & (square > limit)
     count = 0
     while going & (count < steps):
-        Ap_K = times(S_KK, p_K) + lam_K * p_K
+        Ap_K = times(S_AIK, p_K, CHAINS, I) + lam_K * p_K
         curvature = tl.sum(p_K * Ap_K, 0)
         going = curvature > 0
         alpha = tl.where(going, square / tl.where(going, curvature, 1.0), 0.0)
@@ -118,13 +131,16 @@ def advance(
         count += going.to(tl.int32)
         square = now
         going = going & (square > limit)
-    left_K = b_K - times(S_KK, x_K) - lam_K * x_K
+    left_K = b_K - times(S_AIK, x_K, CHAINS, I) - lam_K * x_K
     tl.store(taken + bh, tl.where(padding, 0, count))
     tl.store(residual + bh, tl.where(padding, 0.0, tl.sqrt(tl.sum(left_K * left_K, 0))))
 
-    G_KV = tl.load(G + bh * K * V + i_K[:, None] * V + j_V[None, :], mask=real_KV, other=0.0)
-    v_V = tl.load(v + bh * V + j_V, mask=real_V, other=0.0).to(tl.float32)
-    G_KV = tl.where(keep == 0, 0.0, G_KV * keep) + written_K[:, None] * v_V[None, :]
-    tl.store(G_end + bh * K * V + i_K[:, None] * V + j_V[None, :], G_KV, mask=real_KV)
-    read_V = tl.sum((x_K * (most * norm))[:, None] * G_KV, 0)
+    real_KV = real_K[:, None] & real_V[None, :]
+    place_KV = bh * K * V + i_K[:, None] * V + j_V[None, :]
+    G_KV = tl.load(G + place_KV, mask=real_KV, other=0.0)
+    v_V = tl.load(v + bh * V + j_V, mask=real_V, other=0.0).to(tl.float32) * write
+    G_KV = tl.where(keep == 0, 0.0, G_KV * keep)
+    x_K *= most * norm
+    read_V = tl.sum(x_K[:, None] * G_KV, 0) + tl.sum(x_K * k_K, 0) * v_V
     tl.store(o + bh * V + j_V, tl.where(padding, 0.0, read_V).to(o.dtype.element_ty), mask=real_V)
+    tl.store(G_end + place_KV, G_KV + k_K[:, None] * v_V[None, :], mask=real_KV)

@@ -1,7 +1,7 @@
 """Torch: sequences that go on a token at a time.
 
-In place, a step goes over memory that stays where it is, on a GPU as one CUDA graph: each block compiled, its state written over the state before it
-where its kernel can, and nothing that the host must wait for.
+In place, a step goes over memory that stays where it is, on a GPU as one CUDA graph: each block as a few kernels (`torch_one_token`) or compiled, its state
+written over the state before it where its kernel can, and nothing that the host must wait for.
 
 Shapes: B batch, P prompt, D width, V vocabulary.
 """
@@ -18,9 +18,14 @@ from torch.utils import _pytree as pytree
 
 from kernels import launch
 from models.backbone import Model
+from models.backends import torch_one_token as short
 from models.backends.torch_arrays import to_numpy
 from models.layers.layer import Layer, State
 from models.parameters import Parameter
+
+
+HALVES = 256
+ASIDE = True
 
 
 class Decoder:
@@ -37,6 +42,8 @@ class Decoder:
         self.params = {name: _rounded(value.detach(), model.table[name], dtype) for name, value in params.items()}
         self.device = self.params["embedding"].device
         self._blocks: dict[Layer, Callable] = {}
+        self._short = self._short_blocks(params) if in_place else {}
+        self._head = short.head(params, self.params["embedding"].dtype) if self._short else None
         # What is captured may not loop on the host, as the array form of a solver does: kernels run between what is compiled.
         self._one_token = torch.compiler.disable(launch.one_token) if in_place and self.device.type == "cuda" else None
 
@@ -49,6 +56,8 @@ class Decoder:
 
     def start(self, states: list[State], tokens: int) -> None:
         """Go on from each block's state after so many tokens. The states are the decoder's from here on."""
+        if self.in_place:
+            states = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, torch.Tensor) else x, states)
         self.states, self.tokens, self.room, self.graph = states, tokens, tokens, None
 
     def reserve(self, tokens: int) -> None:
@@ -85,13 +94,52 @@ class Decoder:
     def _once(self) -> None:
         """A step on the memory that stays: the token, the states; the logits are new unless it is captured."""
         with launch.states_in_place(self._one_token):
-            x_BD, after, _ = self.model.stream(self.params, self.token_B, self.states, transform=self._transform)
-            self.logits_BV = self.model.logits(self.params, x_BD)
+            if len(self.token_B) >= HALVES and len(self._short) == len(self.model.layers):
+                x_BD, after = self._by_halves(), self.states
+            else:
+                x_BD, after, _ = self.model.through_blocks(self.params, self.token_B, self.states, transform=self._transform)
+            if self._head is None:
+                self.logits_BV = self.model.logits(self.params, self.model.normalise(self.params, x_BD))
+            else:
+                self.logits_BV = short.logits(x_BD, self._head)
         for old, new in zip(_arrays(self.states), _arrays(after), strict=True):
             if new.data_ptr() != old.data_ptr():
                 old.copy_(new)
 
+    def _short_blocks(self, params: Mapping[str, torch.Tensor]) -> dict[int, short.Block]:
+        """The blocks that go as a few kernels, by the identity of their first parameter."""
+        dtype, found = self.params["embedding"].dtype, {}
+        for index, layer in enumerate(self.model.layers):
+            if short.suits(layer, self.device.type, dtype):
+                before = f"blocks.{index}."
+                p = {name.removeprefix(before): value.detach() for name, value in params.items() if name.startswith(before)}
+                found[id(self.params[f"{before}mixer_norm"])] = short.Block.of(layer, p, dtype)
+        return found
+
+    def _by_halves(self) -> torch.Tensor:
+        """The stream after the blocks, one half of the sequences' products while the other half's states are read and written."""
+        here, half = torch.cuda.current_stream(), len(self.token_B) // 2
+        x_BD = self.model.embed(self.params, self.token_B)
+        lanes = [[torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=0), part] for part in (slice(0, half), slice(half, None))]
+        xs = [x_BD[part] for *_, part in lanes]
+        for stream, *_ in lanes:
+            stream.wait_stream(here)
+        for index, (layer, block) in enumerate(zip(self.model.layers, self._short.values(), strict=True)):
+            del layer
+            for n, (stream, aside, part) in enumerate(lanes):
+                with torch.cuda.stream(stream):
+                    state = pytree.tree_map(lambda value: value[part], self.states[index])  # noqa: B023
+                    xs[n], *_ = block(xs[n], state, aside=aside if ASIDE else None)
+        for stream, *_ in lanes:
+            here.wait_stream(stream)
+        return torch.cat(xs)
+
+    def _short_block(self, layer: Layer, p: Mapping[str, torch.Tensor], x_BD: torch.Tensor, state: State, segments: None) -> tuple:
+        return self._short[id(p["mixer_norm"])](x_BD, state)
+
     def _transform(self, block: Callable, layer: Layer) -> Callable:
+        if self._short and short.suits(layer, self.device.type, self.params["embedding"].dtype):
+            return self._short_block
         if self.device.type == "cpu":
             return block
         if layer not in self._blocks:

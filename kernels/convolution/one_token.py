@@ -1,0 +1,106 @@
+"""One token from its projections to what a recurrence takes, as one Triton kernel: queries and keys convolved, activated and of unit length, values, gates.
+
+    z = sum_j weight_j x_{t-W+1+j};  q = silu(z) / |silu(z)|        log gamma = log sigmoid(forget) + log(1 - (1 - bound) beta^2),  beta = sigmoid(write)
+
+The convolutions' states are written over those before. The formulas are those of `kernels.convolution` and of the layers' gates.
+
+Shapes: B batch, H heads, K key size, V value size, D = H K channels, W window, X width of the stream; a program has G heads of one sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.convolution.chunked import EPSILON, State
+from kernels.launch import INTERPRETED, divide_up, early, launch
+from kernels.rows import scale
+from kernels.tiles import prefetch
+
+
+def heads(
+    projected: torch.Tensor, x_BX: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], states: tuple[State, State], bias: torch.Tensor, *,
+    H: int, K: int, V: int, bound: float, epsilon: float, ahead: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """q, k [B, H, K], v [B, H, V] in x's dtype, log_decay and beta [B, H] in float32.
+
+    projected [B, D + D + H V + 2 H parts], float32: queries, keys, values, and the gates before their biases, (forget, write) [2, H] once or in several
+    parts to be added up; all of the stream x as it is, to be divided by its root mean square here. weights: of the convolutions on queries and keys,
+    [W, D]. states: theirs, in place. bias [2, H] float32. ahead: what will be read soon, asked for now (contiguous, a multiple of 16 bytes).
+    """
+    (B, columns), X = projected.shape, x_BX.shape[1]
+    parts, rest = divmod(columns - 2 * H * K - H * V, 2 * H)
+    assert rest == 0 and all(x.is_contiguous() for x in (projected, *weights, bias, *states[0], *states[1]))
+    new = x_BX.new_empty
+    q, k, v = new((B, H, K)), new((B, H, K)), new((B, H, V))
+    log_decay, beta = new((B, H), dtype=torch.float32), new((B, H), dtype=torch.float32)
+    G = 1 if B * H <= 1056 else 4
+    share = 0 if ahead is None or INTERPRETED else divide_up(ahead.nbytes, 16 * B * divide_up(H, G)) * 16
+    launch(
+        _heads, (divide_up(H, G), B), projected, x_BX, *weights, *states[0], *states[1], bias, q, k, v, log_decay, beta, float(bound), float(epsilon),
+        ahead, 0 if ahead is None else ahead.nbytes, share,
+        H=H, K=K, V=V, X=X, G=G, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BX=triton.next_power_of_2(X), W=len(weights[0]),
+        PARTS=parts, EPSILON=EPSILON, AHEAD=share > 0, EARLY=early(), warps=G, early=early(),
+    )  # fmt: skip
+    return q, k, v, log_decay, beta
+
+
+@triton.jit
+def _convolved(x_GK, weight, past, place_GK, there_GK, D: tl.constexpr, W: tl.constexpr, EPSILON: tl.constexpr):
+    """past: the inputs before, shifted by one. place: of these channels in a row of D."""
+    z_GK = x_GK * tl.load(weight + (W - 1) * D + place_GK, mask=there_GK, other=0.0).to(tl.float32)
+    before_GK = x_GK
+    for back in tl.static_range(1, W):
+        at = (W - 1 - back) * D + place_GK
+        old_GK = tl.load(past + at, mask=there_GK, other=0.0)
+        tl.store(past + at, before_GK.to(past.dtype.element_ty), mask=there_GK)
+        before_GK = old_GK.to(tl.float32)
+        z_GK += before_GK * tl.load(weight + at, mask=there_GK, other=0.0).to(tl.float32)
+    z_GK *= tl.sigmoid(z_GK)
+    return z_GK * tl.rsqrt(tl.sum(z_GK * z_GK, 1) + EPSILON * EPSILON)[:, None]
+
+
+@triton.jit(do_not_specialize=["bytes", "share"])
+def _heads(
+    projected, x, q_weight, k_weight, q_past, q_segment, k_past, k_segment, bias, q, k, v, log_decay, beta, bound, epsilon,
+    ahead, bytes, share,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
+    W: tl.constexpr, PARTS: tl.constexpr, EPSILON: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if AHEAD:
+        first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
+        if first < bytes:
+            prefetch(ahead.to(tl.int64) + first, tl.minimum(share, bytes - first))
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b = tl.program_id(1).to(tl.int64)
+    D: tl.constexpr = H * K
+    h_G, i_K, j_V, i_X = tl.program_id(0) * G + tl.arange(0, G), tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BX)
+    there_G = h_G < H
+    there_GK, there_GV = there_G[:, None] & (i_K < K)[None, :], there_G[:, None] & (j_V < V)[None, :]
+    channel_GK, channel_GV = h_G[:, None] * K + i_K[None, :], h_G[:, None] * V + j_V[None, :]
+    row = projected + b * (2 * D + H * V + 2 * H * PARTS)
+    q_GK = tl.load(row + channel_GK, mask=there_GK, other=0.0)
+    k_GK = tl.load(row + D + channel_GK, mask=there_GK, other=0.0)
+    v_GV = tl.load(row + 2 * D + channel_GV, mask=there_GV, other=0.0)
+    factor = scale(tl.load(x + b * X + i_X, mask=i_X < X, other=0.0), X, epsilon)
+    gate = row + 2 * D + H * V + h_G
+    forget_G, write_G = tl.zeros((G,), tl.float32), tl.zeros((G,), tl.float32)
+    for part in tl.static_range(PARTS):
+        forget_G += tl.load(gate + part * 2 * H, mask=there_G, other=0.0)
+        write_G += tl.load(gate + part * 2 * H + H, mask=there_G, other=0.0)
+    forget_G = factor * forget_G + tl.load(bias + h_G, mask=there_G, other=0.0)
+    write_G = factor * write_G + tl.load(bias + H + h_G, mask=there_G, other=0.0)
+    past, to = b * (W - 1) * D, b * D
+    q_GK = _convolved(factor * q_GK, q_weight, q_past + past, channel_GK, there_GK, D, W, EPSILON)
+    k_GK = _convolved(factor * k_GK, k_weight, k_past + past, channel_GK, there_GK, D, W, EPSILON)
+    tl.store(q + to + channel_GK, q_GK.to(q.dtype.element_ty), mask=there_GK)
+    tl.store(k + to + channel_GK, k_GK.to(k.dtype.element_ty), mask=there_GK)
+    tl.store(v + b * H * V + channel_GV, (factor * v_GV).to(v.dtype.element_ty), mask=there_GV)
+    strength_G = tl.sigmoid(write_G)
+    kept_G = tl.minimum(forget_G, 0.0) - tl.log(1 + tl.exp(-tl.abs(forget_G))) + tl.log(1 - (1 - bound) * strength_G * strength_G)
+    tl.store(log_decay + b * H + h_G, kept_G, mask=there_G)
+    tl.store(beta + b * H + h_G, strength_G, mask=there_G)
+    if tl.program_id(0) == 0:
+        tl.store(q_segment + b, tl.maximum(tl.load(q_segment + b), 0))
+        tl.store(k_segment + b, tl.maximum(tl.load(k_segment + b), 0))

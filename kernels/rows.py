@@ -1,0 +1,85 @@
+"""What stands between a block's products, one token of every sequence: scaled rows, gated branches, capped logits, each one short Triton kernel.
+
+A norm over a whole row is one number a row. It may follow a product instead of standing before it, n(x) W = n (x W), so products take the stream as it is.
+
+Shapes: M rows, D width, J columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.launch import divide_up, early, launch
+
+BLOCK = 1024
+
+
+def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_MJ: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T [M, J], summed in float32; wide: and given so. add: what it is added to."""
+    if wide and x_MD.dtype != torch.float32:
+        return torch.mm(x_MD, weight_JD.T, out_dtype=torch.float32)
+    return x_MD @ weight_JD.T if add_MJ is None else torch.addmm(add_MJ, x_MD, weight_JD.T)
+
+
+def unit_groups(x_MGD: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Each row of [M, G, D] over its root mean square."""
+    M, G, D = x_MGD.shape
+    y_MGD = torch.empty_like(x_MGD)
+    BG, BD = max(1, BLOCK // triton.next_power_of_2(D)), triton.next_power_of_2(D)
+    launch(_unit, (divide_up(M * G, BG),), x_MGD, y_MGD, M * G, float(epsilon), D=D, BG=BG, BD=BD, EARLY=early(), warps=4, stages=1, early=early())
+    return y_MGD
+
+
+def gated(branches_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """SiLU(n a) * (n b) in x's dtype [M, J / 2], for branches a beside b, and n from the row that they were made of."""
+    M, J = branches_MJ.shape
+    y = x_MD.new_empty((M, J // 2))
+    grid = (divide_up(J // 2, BLOCK), M)
+    launch(_gated, grid, branches_MJ, x_MD, y, J // 2, float(epsilon), D=x_MD.shape[1], BD=triton.next_power_of_2(x_MD.shape[1]), BJ=BLOCK, warps=4, stages=1)
+    return y
+
+
+def capped(logits_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float, cap: float) -> torch.Tensor:
+    """cap tanh(n y / cap), written over y [M, J] (float32), with n from the row that it was made of."""
+    M, J = logits_MJ.shape
+    D = x_MD.shape[1]
+    launch(
+        _capped, (divide_up(J, 4 * BLOCK), M), logits_MJ, x_MD, J, float(epsilon), float(cap), D=D, BD=triton.next_power_of_2(D), BJ=4 * BLOCK,
+        warps=8, stages=1,
+    )  # fmt: skip
+    return logits_MJ
+
+
+@triton.jit
+def scale(x_D, D: tl.constexpr, epsilon):
+    """Over the root mean square of a row [D], or of each of some rows: the factor."""
+    wide = x_D.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, len(x_D.shape) - 1) / D + epsilon)
+
+
+@triton.jit
+def _unit(x, y, rows, epsilon, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row_G, i_D = tl.program_id(0) * BG + tl.arange(0, BG), tl.arange(0, BD)
+    place, there = row_G[:, None].to(tl.int64) * D + i_D[None, :], (row_G < rows)[:, None] & (i_D < D)[None, :]
+    x_GD = tl.load(x + place, mask=there, other=0.0)
+    tl.store(y + place, (x_GD.to(tl.float32) * scale(x_GD, D, epsilon)[:, None]).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gated(branches, x, y, J, epsilon, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr):
+    row, j_J, i_D = tl.program_id(1).to(tl.int64), tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BD)
+    factor = scale(tl.load(x + row * D + i_D, mask=i_D < D, other=0.0), D, epsilon)
+    a_J = factor * tl.load(branches + row * 2 * J + j_J, mask=j_J < J, other=0.0).to(tl.float32)
+    b_J = factor * tl.load(branches + row * 2 * J + J + j_J, mask=j_J < J, other=0.0).to(tl.float32)
+    tl.store(y + row * J + j_J, (a_J * tl.sigmoid(a_J) * b_J).to(y.dtype.element_ty), mask=j_J < J)
+
+
+@triton.jit
+def _capped(y, x, J, epsilon, cap, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr):
+    row, j_J, i_D = tl.program_id(1).to(tl.int64), tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BD)
+    factor = scale(tl.load(x + row * D + i_D, mask=i_D < D, other=0.0), D, epsilon)
+    y_J = tl.load(y + row * J + j_J, mask=j_J < J, other=0.0)
+    tl.store(y + row * J + j_J, cap * (2 * tl.sigmoid(2 / cap * factor * y_J) - 1), mask=j_J < J)

@@ -1,0 +1,126 @@
+"""Torch on a GPU: one token through a block of Mesa or gated linear attention as eight kernels, four of them products, and through the head as two.
+
+    projections and gates | heads: convolutions, unit queries and keys | the layer's step | the heads' norm | output and sum
+    both branches | SiLU and their product | down and sum
+
+What a block is, `Model.block` and the layers say; here is how few kernels it takes where every one is short. Norms' weights are multiplied into the weights
+behind them before these are rounded, and what a norm divides a row by follows the product.
+
+Shapes: B batch, D width, H heads, K key size, V value size; a weight is [outputs, inputs].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels import launch
+from kernels.arrays import torch as ops
+from kernels.head_loss import SOFT_CAP
+from models.backbone import NORM_EPSILON
+from models.layers.gla import GLA
+from models.layers.layer import Layer, State
+from models.layers.mesa import Mesa
+
+Array = torch.Tensor
+AHEAD = 32
+"""Sequences up to which the weights behind a layer's step are asked for while it runs: it leaves most of the memory's bandwidth then."""
+PARTS = 3
+"""bfloat16 parts of a gate's float32 weight: their sum is exact."""
+
+
+def suits(layer: Layer, device: str, dtype: torch.dtype) -> bool:
+    """Whether a block of such a layer has these kernels."""
+    if type(layer) not in (GLA, Mesa) or launch.refusal({}, str(dtype).removeprefix("torch."), device) is not None:
+        return False
+    plain = not (layer.convolve_values or layer.skip or layer.output_gate) and layer.forget_gate == "sigmoid"
+    return plain and max(layer.key_size, layer.value_size) <= 256
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's weights as its kernels take them; call it as `Model.block`."""
+
+    layer: Any
+    projections: Array
+    convolutions: tuple[Array, Array]
+    bias: Array
+    operands: tuple[Array, ...]
+    behind: Array
+    out: Array
+    branches: Array
+    down: Array
+
+    @classmethod
+    def of(cls, layer: Any, p: Mapping[str, Array], dtype: torch.dtype) -> Block:
+        """p: the block's parameters by their names in it, float32, or rounded to `dtype`."""
+        mixer = {name.removeprefix("mixer."): value.float() for name, value in p.items() if name.startswith("mixer.")}
+        norm = p["mixer_norm"].float()[:, None]
+        gates = torch.cat([mixer[name] for name in layer.gates], 1) * norm
+        parts = ops.parts(gates, PARTS) if dtype == torch.bfloat16 else [gates]
+        branches = torch.cat([p["mlp.gate"], p["mlp.up"]], 1).float() * p["mlp_norm"].float()[:, None]
+        given = {name: gates.new_zeros((1, 1, layer.heads)) for name in layer.gates}
+        weights = (mixer["out"] * mixer["norm"].reshape(-1, 1), branches, p["mlp.down"])
+        behind = torch.cat([_rounded(weight, dtype).reshape(-1) for weight in weights])
+        each = behind.split([weight.numel() for weight in weights])
+        return cls(
+            layer,
+            _rounded(torch.cat([*(mixer[name] * norm for name in ("q", "k", "v")), *parts], 1), dtype),
+            (mixer["q_conv"].to(dtype).contiguous(), mixer["k_conv"].to(dtype).contiguous()),
+            torch.stack([mixer[f"{name}_bias"] for name in layer.gates]),
+            tuple(layer.operands(mixer, given, norm, ops=ops)[2:]),
+            behind,
+            *(one.reshape(weight.shape[::-1]) for one, weight in zip(each, weights, strict=True)),
+        )
+
+    def __call__(self, x_BD: Array, state: State, *, aside: torch.cuda.Stream | None = None) -> tuple[Array, State, dict[str, Array]]:
+        """The stream after the block, and the state, which is written over the one given. aside: where the layer's step runs, if not here."""
+        from kernels import rows
+        from kernels.convolution import one_token as convolution
+
+        layer = self.layer
+        projected = rows.product(x_BD, self.projections, wide=True)
+        with launch.chained() if aside is None else contextlib.nullcontext():
+            q, k, v, *gates = convolution.heads(
+                projected, x_BD, self.convolutions, (state["q_conv"], state["k_conv"]), self.bias, H=layer.heads, K=layer.key_size, V=layer.value_size,
+                bound=getattr(layer, "forget_bound", 1.0), epsilon=NORM_EPSILON, ahead=self.behind if len(x_BD) <= AHEAD else None,
+            )  # fmt: skip
+            with _on(aside):
+                o_BHV, memory, *_ = layer.one_token(q, k, v, *gates, *self.operands, **layer.settings(), state=state["memory"])
+            o_BHV = rows.unit_groups(o_BHV, layer.norm_epsilon)
+        x_BD = rows.product(o_BHV.flatten(1), self.out, add_MJ=x_BD)
+        hidden = rows.gated(rows.product(x_BD, self.branches), x_BD, NORM_EPSILON)
+        return rows.product(hidden, self.down, add_MJ=x_BD), {**state, "memory": memory}, {}
+
+
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On another stream, after what is on this one and before what follows."""
+    if stream is None:
+        yield
+        return
+    here = torch.cuda.current_stream()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield
+    here.wait_stream(stream)
+
+
+def head(params: Mapping[str, Array], dtype: torch.dtype) -> Array:
+    """The head's weight [V, D], the last norm's in it."""
+    return (params["embedding"].float() * params["final_norm"].float()).to(dtype).contiguous()
+
+
+def logits(x_BD: Array, weight_VD: Array) -> Array:
+    """Logits [B, V], float32, of the stream behind the last block."""
+    from kernels import rows
+
+    return rows.capped(rows.product(x_BD, weight_VD, wide=True), x_BD, NORM_EPSILON, SOFT_CAP)
+
+
+def _rounded(weight_IJ: Array, dtype: torch.dtype) -> Array:
+    return weight_IJ.to(dtype).T.contiguous()
