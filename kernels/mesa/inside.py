@@ -1,6 +1,7 @@
 """Mesa's gradients inside a chunk: reading S = [G | H] with the solution x under the output gradient [do | -e], e = A^-1 G do.
 
-See `kernels.linear_attention.chunked.inside`, which this is, and `kernels.chunks.decay_gradient`. Keys go in slices: registers.
+See `kernels.linear_attention.chunked.inside`, which this is, and `kernels.chunks.decay_gradient`. Keys, and then values, go in slices, so that
+loads run ahead of products and accumulators are small.
 
 Shapes: C tokens of the chunk, K key size, V value size, X = V + K, J keys of a slice, M = chunks x B x H (chunk-major).
 """
@@ -88,7 +89,6 @@ def _gradients(
 
     k_CK = tl.load(k + row * K + row_C[:, None] * K + i_K[None, :], mask=real_C[:, None] & (i_K < K)[None, :], other=0.0)
     state = m.to(tl.int64) * K * (V + K)
-    written_CV = tl.zeros((C, BV), tl.float32)
     dbeta_C, before_C = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for first_key in range(0, K, BJ):
         j_J = first_key + tl.arange(0, BJ)
@@ -98,27 +98,33 @@ def _gradients(
         k_CJ = tl.load(k + row * K + at_CJ, mask=real_CJ, other=0.0)
         dG_JV = tl.load(dhigh + state + at_JV, mask=real_JV, other=0.0)
         dH_JK = tl.load(dhigh + state + at_JK, mask=real_JK, other=0.0)
-        written_CV = once(k_CJ, dG_JV, written_CV, MODE)
         vD_CJ, kD_CJ = once(v_CV, tl.trans(dG_JV), None, MODE), once(k_CK, tl.trans(dH_JK), None, MODE)
         if MODE == "split":
             dG_JV = tl.load(dlow + state + at_JV, mask=real_JV, other=0.0)
             dH_JK = tl.load(dlow + state + at_JK, mask=real_JK, other=0.0)
-            written_CV = once(k_CJ, dG_JV, written_CV, MODE)
             vD_CJ, kD_CJ = once(v_CV, tl.trans(dG_JV), vD_CJ, MODE), once(k_CK, tl.trans(dH_JK), kD_CJ, MODE)
         k32_CJ = k_CJ.to(tl.float32)
         vD_CJ, kD_CJ = vD_CJ * end_C[:, None], kD_CJ * end_C[:, None]
         x_CJ = tl.load(x + row * K + at_CJ, mask=real_CJ, other=0.0)
         e_CJ = tl.load(back + row * K + at_CJ, mask=real_CJ, other=0.0)
-        written_CJ = once(tl.trans(weight_CC), -e_CJ.to(tl.float32), None, MODE)
+        written_CJ = -once(tl.trans(weight_CC), e_CJ, None, MODE)
         before_C += tl.sum(k32_CJ * (vD_CJ + 0.5 * kD_CJ), 1)  # of H's two: the key that is read with
         dbeta_C += tl.sum(k32_CJ * (written_CJ + 0.5 * kD_CJ), 1)  # the key that is written
         dk_CJ = once(tl.trans(dscore_CC), x_CJ, (written_CJ + vD_CJ + kD_CJ) * beta_C[:, None], MODE)
         tl.store(dk + row * K + at_CJ, dk_CJ.to(dk.dtype.element_ty), mask=real_CJ)
         tl.store(dlam + m.to(tl.int64) * K + j_J, -tl.sum(x_CJ.to(tl.float32) * e_CJ.to(tl.float32), 0), mask=j_J < K)
 
-    written_CV = once(tl.trans(weight_CC), do_CV, written_CV * end_C[:, None], MODE)
-    dbeta_C += tl.sum(written_CV * v_CV.to(tl.float32), 1)
-    tl.store(dv + row * V + at_CV, (written_CV * beta_C[:, None]).to(dv.dtype.element_ty), mask=real_CV)
+    for first_value in range(0, V, BJ):
+        j_J = first_value + tl.arange(0, BJ)
+        at_CJ, real_CJ = row * V + row_C[:, None] * V + j_J[None, :], real_C[:, None] & (j_J < V)[None, :]
+        at_KJ, real_KJ = state + i_K[:, None] * (V + K) + j_J[None, :], (i_K < K)[:, None] & (j_J < V)[None, :]
+        written_CJ = once(k_CK, tl.load(dhigh + at_KJ, mask=real_KJ, other=0.0), None, MODE)
+        if MODE == "split":
+            written_CJ = once(k_CK, tl.load(dlow + at_KJ, mask=real_KJ, other=0.0), written_CJ, MODE)
+        do_CJ, v_CJ = tl.load(do + at_CJ, mask=real_CJ, other=0.0), tl.load(v + at_CJ, mask=real_CJ, other=0.0)
+        written_CJ = once(tl.trans(weight_CC), do_CJ, written_CJ * end_C[:, None], MODE)
+        dbeta_C += tl.sum(written_CJ * v_CJ.to(tl.float32), 1)
+        tl.store(dv + at_CJ, (written_CJ * beta_C[:, None]).to(dv.dtype.element_ty), mask=real_CJ)
     tl.store(dbeta + row + row_C, dbeta_C, mask=real_C)
     since_C = tl.load(since + row + row_C, mask=real_C, other=0.0)
     dlog_decay_C += across_chunks(since_C, before_C * beta_C)

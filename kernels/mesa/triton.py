@@ -26,15 +26,15 @@ Array = Any  # torch.Tensor
 # Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was refined, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
     "refine": {
-        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (0, 4, 1), "refine": (0, 4, 1), "read": (64, 4, 1), "right_side": (0, 4, 1),
+        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (32, 4, 2), "refine": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2),
         "ends": (64, 4, 2), "easy ends": (64, 4, 2), "inside": (64, 4, 1), "easy inside": (64, 4, 1),
     },
     "split": {
-        "starts": (64, 4, 1), "iterate": (0, 8, 1), "check": (0, 4, 1), "read": (64, 4, 1), "right_side": (0, 4, 1), "ends": (64, 4, 2),
+        "starts": (64, 4, 1), "iterate": (0, 8, 1), "check": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2), "ends": (64, 4, 2),
         "inside": (64, 4, 1),
     },
     "exact": {
-        "starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (0, 8, 1), "read": (16, 8, 1), "right_side": (0, 8, 1), "ends": (32, 4, 1),
+        "starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "read": (16, 8, 1), "right_side": (16, 8, 1), "ends": (32, 4, 1),
         "inside": (16, 8, 1),
     },
 }  # fmt: skip
@@ -50,7 +50,7 @@ def mesa(q, k, v, log_decay, beta, lam, *, precision: str = "auto", **options: A
         raise ValueError(f'mesa: precision is {precision!r}; it must be "auto" or "split".')
     run = partial(differentiable, precision=precision)
     length = 32 if products(q, k, v, precision) == "exact" and max(k.shape[-1], v.shape[-1]) > 64 else 64  # float32 fills shared memory
-    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, chunk=length, run=run, read=linear.differentiable)
+    return chunked.mesa(q, k, v, log_decay, beta, lam, **options, chunk=length, run=run, read=linear.by_parts)
 
 
 def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterion, start, chunk, precision):
@@ -60,76 +60,99 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     decays = gates(log_decay, sign, chunk)
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
-    sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
+    shape = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = q.new_empty
     M = N * B * H
     high = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.float16)
     low = high if mode == "exact" else torch.empty_like(high)
     scale, last = new((M, 2), dtype=torch.float32), torch.empty_like(S_BHKX)
+    keys, sizes, *written = prepare(k, v, beta, decays, chunk, mode)
     columns, warps, stages = CONFIGURATIONS[mode]["starts"]
     launch(
-        walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), k, v, beta, *decays, S_BHKX, high, low, scale, last, T, H, N, B * H,
-        **sizes, BV=tile(V), BW=columns, MODE=mode, warps=warps, stages=stages,
+        walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), keys, v, beta, *decays, *written, S_BHKX, high, low, scale, last,
+        T, H, N, B * H, **shape, BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     short = torch.empty_like(q) if mode == "refine" else None
-    x, taken, residual, flag = solve(q, k, None, beta, decays, lam, high, low, scale, short, None, None, steps, eps, criterion, start, chunk, mode)
+    system = (keys, sizes, beta, decays, lam, high, low, scale)
+    x, taken, residual, flag = solve(q, *system, None, short, None, None, steps, eps, criterion, start, chunk, mode)
     o = torch.empty_like(v)
     columns, warps, stages = CONFIGURATIONS[mode]["read"]
     launch(
-        solver.read, (M,), x, k, v, beta, *decays, high, low, scale, o, T, H, B * H,
-        **sizes, BV=tile(V), BJ=columns, MODE="exact" if mode == "exact" else "split", warps=warps, stages=stages,
+        solver.read, (M,), x, keys, sizes, v, beta, *decays, high, low, scale, o, T, H, B * H,
+        **shape, BJ=columns, MODE="exact" if mode == "exact" else "split", warps=warps, stages=stages,
     )  # fmt: skip
-    kept = {"exact": (), "split": (low,), "refine": (low, short, flag)}[mode]
+    kept = {"exact": (), "split": (low, keys, sizes), "refine": (low, keys, sizes, short, flag)}[mode]
     return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *kept)
 
 
-def solve(rhs, k, x0, beta, decays, lam, high, low, scale, short, known, since, steps, eps, criterion, start, chunk, mode):
+def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
+    """`walks.prepare`'s keys, sizes, factors and amounts; of float32 the keys alone, as they are."""
+    if mode == "exact":
+        return k, None, None, None
+    B, T, H, K = k.shape
+    N, V = divide_up(T, chunk), v.shape[-1]
+    new = partial(k.new_empty, dtype=torch.float32)
+    made = torch.empty_like(k, dtype=torch.float16), new(beta.shape), new((2, N * B * H, chunk)), new((N * B * H, 5))
+    launch(
+        walks.prepare, (N * B * H,), k, v, beta, *decays, *made, T, H, N, B * H,
+        K=K, V=V, C=chunk, BK=tile(K), BV=tile(V), warps=4, stages=1,
+    )  # fmt: skip
+    return made
+
+
+def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, since, steps, eps, criterion, start, chunk, mode):
     """(x, steps taken, residual, which chunks were refined) of A x = rhs; short is x too. Backward, given x0: the residual is that part of log
     decay's gradient which is read from the chunk's start, and chunks `known` to be hard are refined in any case; see `solver.check`."""
-    B, T, H, K = k.shape
+    B, T, H, K = keys.shape
     M, V, back = high.shape[0], high.shape[2] - K, x0 is not None
-    sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
-    new = partial(k.new_empty, dtype=torch.float32)
-    x, taken, asked, residual = new(k.shape), new(beta.shape, dtype=torch.int32), new(beta.shape), new(beta.shape)
+    shape = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
+    new = partial(keys.new_empty, dtype=torch.float32)
+    x, taken = new(keys.shape), new(beta.shape, dtype=torch.int32)
+    asked, lengths, residual = new(beta.shape), new(beta.shape), new(beta.shape)
     flag = new((M,), dtype=torch.int32) if mode == "refine" else None
-    rows = (None, since, residual) if back else (residual, None, None)
     _, warps, stages = CONFIGURATIONS[mode]["iterate"]
     launch(
-        solver.iterate, (M,), rhs, k, beta, *decays, lam, high, low, scale, x, short, taken, asked, T, H, B * H, steps, eps,
-        **sizes, MODE="half" if mode == "refine" else mode, JACOBI=start == "jacobi", CRITERION=criterion, warps=warps, stages=stages,
+        solver.iterate, (M,), rhs, keys, sizes, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, T, H, B * H, steps, eps,
+        **shape, MODE="half" if mode == "refine" else mode, JACOBI=start == "jacobi", CRITERION=criterion, warps=warps, stages=stages,
     )  # fmt: skip
-    system = (rhs, k, x0, beta, *decays, lam, high, low, scale, x, short, taken, asked, known, flag, *rows, T, H, B * H, steps, BOUND)
-    _, warps, stages = CONFIGURATIONS[mode]["check"]
+    rows = (None, since, residual) if back else (residual, None, None)
+    system = (
+        rhs, keys, sizes, x0, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, known, flag, *rows, T, H, B * H, steps, BOUND,
+    )  # fmt: skip
+    columns, warps, stages = CONFIGURATIONS[mode]["check"]
     launch(
-        solver.check, (M,), *system, **sizes, MODE="exact" if mode == "exact" else "split", FLAG=mode == "refine", BACK=back,
+        solver.check, (M,), *system, **shape, BJ=columns, MODE="exact" if mode == "exact" else "split", FLAG=mode == "refine", BACK=back,
         warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
     )  # fmt: skip
     if mode == "refine":
-        _, warps, stages = CONFIGURATIONS[mode]["refine"]
-        launch(solver.refine, (M,), *system, **sizes, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
+        columns, warps, stages = CONFIGURATIONS[mode]["refine"]
+        launch(solver.refine, (M,), *system, **shape, BJ=columns, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
     return x, taken, residual, flag
 
 
 def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, precision):
     q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
     x, high, scale, *decays = residuals[:6]
-    low, short, flag = (*residuals[6:], *[None] * 3)[:3]
+    low, keys, sizes, short, flag = (*residuals[6:], *[None] * 5)[:5]
     low = high if low is None else low
     do, dlast = gradients[:2]
     mode, dtypes = products(q, k, v, precision), (q.dtype, k.dtype, v.dtype)
     q, k, v, beta, lam, S_BHKX = operands(mode, q, k, v, beta, lam, S_BHKX)
+    keys = k if keys is None else keys
     do, dlast = do.to(v.dtype).contiguous(), dlast.float().contiguous()
     B, T, H, K = q.shape
     V, N = v.shape[-1], divide_up(T, chunk)
     M = N * B * H
-    sizes = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
+    shape = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
     new = partial(q.new_empty, dtype=torch.float32)
     rhs, dq, since = new(q.shape), torch.empty_like(q), new(beta.shape)
+    columns, warps, stages = CONFIGURATIONS[mode]["right_side"]
     launch(
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
-        **sizes, BV=tile(V), MODE=mode, warps=CONFIGURATIONS[mode]["right_side"][1], stages=1,
+        **shape, BV=tile(V), BJ=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
-    back, _, since, again = solve(rhs, k, x, beta, decays, lam, high, low, scale, dq, flag, since, steps, eps, criterion, start, chunk, mode)
+    system = (keys, sizes, beta, decays, lam, high, low, scale)
+    back, _, since, again = solve(rhs, *system, x, dq, flag, since, steps, eps, criterion, start, chunk, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
@@ -143,14 +166,14 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         for keys, grid in enumerate(tiles):
             launch(
                 walks.ends, (grid, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
-                **sizes, BW=columns, MODE=taken, HEADS=heads, KEYS=bool(keys), warps=warps, stages=stages,
+                **shape, BW=columns, MODE=taken, HEADS=heads, KEYS=bool(keys), warps=warps, stages=stages,
             )  # fmt: skip
     dk, dv, dbeta, dlog_decay, dlam = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape), new((M, K))
     for heads, taken, x, back in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
         launch(
             inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
-            hard, T, H, N, B * H, **sizes, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
+            hard, T, H, N, B * H, **shape, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
             registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.linear_attention.walks import since_start, to_end
-from kernels.mesa.products import low_part, operand, power_of_two, product, row_scales
+from kernels.mesa.products import low_part, power_of_two, product, row_scales
 
 
 @triton.jit
@@ -18,13 +18,46 @@ def tile(x, row_C, real_C, first, size: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
+def prepare(
+    k, v, beta, sums, tags, firsts, keys, sizes, factors, amounts, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What one chunk is multiplied with: keys [B, T, H, K] in float16, each over a power of two, sizes [B, T, H]; factors [2, M, C], of v in G
+    and of keys in H, over the chunk's most; amounts [M, 5]: the decay over the chunk, and of G and of H that most and a bound of what is added."""
+    m = tl.program_id(0)
+    n, bh = m // BH, m % BH
+    b, h = (bh // H).to(tl.int64), bh % H
+    i_K, i_C = tl.arange(0, BK), tl.arange(0, C)
+    row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
+    chunk = bh * N + n
+    k_CK, v_CV = tile(k + row * K, row_C, real_C, 0, K, BK), tile(v + row * V, row_C, real_C, 0, V, BV)
+    sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
+    sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
+    write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
+    size_C = row_scales(k_CK, "half")
+    k_CK *= (1 / size_C)[:, None]
+    tl.store(keys + row * K + row_C[:, None] * K + i_K[None, :], k_CK.to(tl.float16), mask=real_C[:, None] & (i_K < K)[None, :])
+    tl.store(sizes + row + row_C, size_C, mask=real_C)
+    tl.store(amounts + m * 5, since_start(sum_end, tag_end, first))
+    for part in tl.static_range(2):
+        write_C *= size_C
+        most_C = tl.max(tl.abs(v_CV), 1) if part == 0 else tl.max(tl.abs(k_CK), 1)
+        reach_C = tl.abs(write_C) * most_C  # half of a token's part in S, or more
+        most = 2 * power_of_two(tl.max(reach_C, 0))
+        tl.store(factors + (part * N * BH + m) * C + i_C, write_C * (1 / most))
+        tl.store(amounts + m * 5 + 1 + 2 * part, most)
+        tl.store(amounts + m * 5 + 2 + 2 * part, 2 * tl.sum(reach_C, 0))
+
+
+@triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def starts(
-    k, v, beta, sums, tags, firsts, begin, high, low, scale, last, T, H, N, BH,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
+    k, v, beta, sums, tags, firsts, factors, amounts, begin, high, low, scale, last, T, H, N, BH,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head's G or, behind them, of its H, from `begin` [BH, K, X] to `last`.
 
-    high, low [M, K, X]: S / scale in two halves; scale [M, 2], of G and of H. MODE "exact": high is S itself.
+    high, low [M, K, X]: S / scale in two halves; scale [M, 2], of G and of H; k are the keys of `prepare`, and factors and amounts its own.
+    MODE "exact": high is S itself, k as they are.
     """
     G_TILES: tl.constexpr = (V + BW - 1) // BW
     bh = tl.program_id(1)
@@ -43,44 +76,36 @@ def starts(
             at = i_K[:, None] * (V + K) + (part * V + j)[None, :]
             bound = tl.maximum(bound, tl.max(tl.abs(tl.load(begin + bh.to(tl.int64) * K * (V + K) + at, mask=real, other=0.0))))
     for n in range(N):
-        state = (n * BH + bh).to(tl.int64) * K * (V + K)
-        if MODE == "exact":
-            tl.store(high + state + at_KW, S_KW, mask=real_KW)
-        else:
-            size = 2 * power_of_two(bound)
-            scaled_KW = S_KW * (1 / size)
-            high_KW = scaled_KW.to(tl.float16)
-            tl.store(high + state + at_KW, high_KW, mask=real_KW)
-            tl.store(low + state + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
-            tl.store(scale + (n * BH + bh) * 2 + part, size, mask=column == 0)
+        m = n * BH + bh
+        state = m.to(tl.int64) * K * (V + K)
         row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
-        chunk = bh * N + n
-        sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
-        sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
-        keep = since_start(sum_end, tag_end, first)
-        write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
-        k_CK = tile(k + row * K, row_C, real_C, 0, K, BK)
+        k_CK = tl.load(k + row * K + row_C[:, None] * K + i_K[None, :], mask=real_C[:, None] & (i_K < K)[None, :], other=0.0)
         if part == 0:
             x_CW = tile(v + row * V, row_C, real_C, column, V, BW)
         else:
             x_CW = tile(k + row * K, row_C, real_C, column, K, BW)
         if MODE == "exact":
-            S_KW = product(tl.trans(k_CK), x_CW * write_C[:, None], None, S_KW * keep, MODE)
+            tl.store(high + state + at_KW, S_KW, mask=real_KW)
+            chunk = bh * N + n
+            sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
+            sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
+            write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
+            S_KW = product(tl.trans(k_CK), x_CW * write_C[:, None], None, S_KW * since_start(sum_end, tag_end, first), MODE)
         else:
-            if part == 0:
-                most_C = tl.max(tl.abs(tile(v + row * V, row_C, real_C, 0, V, BV)), 1)
-            else:
-                most_C = tl.max(tl.abs(k_CK), 1)
-            size_C = row_scales(k_CK, MODE)
-            k_CK = operand(k_CK * (1 / size_C)[:, None], MODE)
-            reach_C = tl.abs(write_C) * size_C * most_C  # half of a token's part in S, or more
-            most = 2 * power_of_two(tl.max(reach_C, 0))
-            x_CW = x_CW * (write_C * size_C * (1 / most))[:, None]
+            keep = tl.load(amounts + m * 5)
+            most, grown = tl.load(amounts + m * 5 + 1 + 2 * part), tl.load(amounts + m * 5 + 2 + 2 * part)
+            x_CW *= tl.load(factors + (part * N * BH + m) * C + i_C)[:, None]
+            size = 2 * power_of_two(bound)
+            scaled_KW = S_KW * (1 / size)
+            high_KW = scaled_KW.to(tl.float16)
+            tl.store(high + state + at_KW, high_KW, mask=real_KW)
+            tl.store(low + state + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
+            tl.store(scale + m * 2 + part, size, mask=column == 0)
             high_CW = x_CW.to(tl.float16)
             written_KW = tl.dot(tl.trans(k_CK), high_CW)
             written_KW = tl.dot(tl.trans(k_CK), low_part(x_CW, high_CW), written_KW)
             S_KW = S_KW * keep + written_KW * most
-            bound = bound * tl.abs(keep) + 2 * tl.sum(reach_C, 0)
+            bound = bound * tl.abs(keep) + grown
     tl.store(last + bh.to(tl.int64) * K * (V + K) + at_KW, S_KW, mask=real_KW)
 
 
