@@ -30,9 +30,12 @@ def linear_attention(q, k, v, log_decay, beta=None, *, sign=None, scale=1.0, sta
 
 def by_parts(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk) -> tuple[Array, Array]:
     """`differentiable` with as many values at once as a program of the gradients holds: every column of the state is its own."""
+    places = inside.parts(q, k, v)
+    if len(places) == 1:
+        return differentiable(q, k, v, log_decay, beta, sign, S_BHKV, scale=scale, chunk=chunk)
     run = lambda at: differentiable(q, k, v[..., at], log_decay, beta, sign, S_BHKV[..., at], scale=scale, chunk=chunk)  # noqa: E731
-    parts = [run(at) for at in inside.parts(q, k, v)]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(xs, -1) for xs in zip(*parts, strict=True))
+    parts = [run(at) for at in places]
+    return tuple(torch.cat(xs, -1) for xs in zip(*parts, strict=True))
 
 
 def forward(q, k, v, log_decay, beta, sign, S_BHKV, *, scale, chunk):

@@ -31,9 +31,12 @@ def mlstm(q, k, v, log_input, log_decay, *, state=None, segments=None) -> tuple[
 
 def by_parts(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk) -> tuple[Array, ...]:
     """`differentiable` with as many values at once as a program of the gradients holds; n and m are the same for each part."""
+    places = inside.parts(q, k, v)
+    if len(places) == 1:
+        return differentiable(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, chunk=chunk)
     run = lambda at: differentiable(q, k, v[..., at], log_input, log_decay, C_BHKV[..., at], n_BHK, m_BH, chunk=chunk)  # noqa: E731
-    parts = [run(at) for at in inside.parts(q, k, v)]
-    return parts[0] if len(parts) == 1 else (*(torch.cat(xs, -1) for xs in zip(*[part[:2] for part in parts], strict=True)), *parts[0][2:])
+    parts = [run(at) for at in places]
+    return (*(torch.cat(xs, -1) for xs in zip(*[part[:2] for part in parts], strict=True)), *parts[0][2:])
 
 
 def forward(q, k, v, log_input, log_decay, C_BHKV, n_BHK, m_BH, *, chunk):
