@@ -4,11 +4,11 @@ With D the decay inside the chunk times beta, c that from its start and H its st
 
     A p = ((P K^T) * D) K + c (P H) + Lambda * p
 
-`right_side` gives G_t do_t (backward), `iterate` solves, `check` takes the true residual, `refine` solves again where that is too large, and
+`right_side` gives G_t do_t (backward), `iterate` solves, `check` takes the true residual, `iterate` solves for that where it is too large, and
 `read` reads the solution out. Everything is divided by one power of two (`unit`), keys by one each (`walks.prepare`), H and G by their own,
 directions by their residual's norm: what enters float16 is near 1. In "half" products the solver carries a residual that drifts from the true
-one by about 2^-12 |H| |x|. The true one is computed in split products, and a token for which it is too large is solved for once more, from
-there, by itself (iterative refinement), in products that round neither the directions nor H.
+one by about 2^-12 |H| |x|. The true one is computed in split products, and a chunk in which a token's is too large is solved for once more,
+from there (iterative refinement), in products that round neither the directions nor H.
 
 Products with G and H go through a few of their columns at a time, so that loads run ahead and accumulators are small.
 
@@ -22,7 +22,7 @@ from kernels.linear_attention.walks import since_start
 from kernels.mesa.products import low_part, operand, power_of_two, product, row_scales, settled, weights
 
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
-REFINEMENT = tl.constexpr(8)  # steps of one, at most
+REFINEMENT = tl.constexpr(8)  # steps that must be left for one
 SLACK = tl.constexpr(8)
 CAP = tl.constexpr(3)
 MARGIN = tl.constexpr(16)  # by which a refinement goes below what is asked: a wrong solution can be several times too long
@@ -173,11 +173,33 @@ def of_norm_1(b_CK):
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def iterate(
-    rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr,
+    rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, flag, T, H, BH, steps, eps,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
     """solution [B, T, H, K] float32 = A^-1 rhs, short the same in its dtype; taken, asked, lengths [B, T, H]: steps, at what residual a token
-    could stop, and the norm of its right-hand side."""
+    could stop, and the norm of its right-hand side.
+
+    CORRECT, of flagged chunks: rhs is `check`'s `left`, what is found is added to the solution, and asked is `check`'s `goal`.
+    """
+    if not CORRECT:
+        _iterate(
+            rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+            K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,
+        )  # fmt: skip
+    elif tl.load(flag + tl.program_id(0)) != 0:
+        _iterate(
+            rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+            K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _iterate(
+    rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr, CORRECT: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     at_CK, real_CK, at_KK, real_KK, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
@@ -187,16 +209,24 @@ def iterate(
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
     high_KK = tl.load(high + at_KK, mask=real_KK, other=0.0)
     b_CK = tl.load(rhs + at_CK, mask=real_CK, other=0.0).to(tl.float32)
-    lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=1.0)
-    diagonal_K = tl.load(high + m.to(tl.int64) * K * (V + K) + V + i_K * (V + K + 1), mask=real_K, other=0.0).to(tl.float32)
     weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
     # Made in the layout that products leave their results in, so that nothing is made anew in another, and all scalars of tokens are there.
     weight_CC += 0.0 * product(k_CK, tl.trans(k_CK), None, None, ONCE)
     b_CK, most_C, norm_C = of_norm_1(settled(b_CK))
     size_C = most_C * norm_C
+    going_C = most_C > 0
     p_CK, first_C = b_CK, norm_C * 0.0
-    limit_C = first_C + (0.0 if JACOBI else tl.maximum(eps, SMALLEST))
+    if CORRECT:
+        limit_C = tl.load(asked + first_row + row_C, mask=real_C, other=0.0)
+        going_C &= limit_C > 0
+        limit_C /= tl.where(going_C, size_C, 1.0)
+        before_C = tl.load(taken + first_row + row_C, mask=real_C, other=0)
+        steps -= tl.max(tl.where(going_C, before_C, 0), 0)
+    else:
+        limit_C = first_C + (0.0 if JACOBI else tl.maximum(eps, SMALLEST))
     if JACOBI:
+        lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=1.0)
+        diagonal_K = tl.load(high + m.to(tl.int64) * K * (V + K) + V + i_K * (V + K + 1), mask=real_K, other=0.0).to(tl.float32)
         squared_CK = k_CK.to(tl.float32) * k_CK.to(tl.float32)
         diagonal_CK = product(operand(weight_CC, MODE), operand(squared_CK, MODE), None, None, ONCE)
         diagonal_CK += start_C[:, None] * diagonal_K[None, :] + (lam_K / unit)[None, :]
@@ -209,13 +239,18 @@ def iterate(
     if MODE == "split":
         low_KK = tl.load(low + at_KK, mask=real_KK, other=0.0)
     x_CK, taken_C, limit_C = conjugate_gradients(
-        b_CK, most_C > 0, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam + h * K + i_K, real_K, unit, steps, eps,
+        b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam + h * K + i_K, real_K, unit, steps, eps,
         MODE, MODE == "half", JACOBI, CRITERION,
     )  # fmt: skip
+    if CORRECT:
+        size_C *= tl.load(lengths + first_row + row_C, mask=real_C, other=0.0)
+        x_CK = x_CK * (size_C / unit)[:, None] + tl.load(solution + at_CK, mask=real_CK, other=0.0)
+        taken_C += before_C
+    else:
+        tl.store(asked + first_row + row_C, limit_C, mask=real_C)
+        tl.store(lengths + first_row + row_C, size_C, mask=real_C)
+        x_CK *= (size_C / unit)[:, None]
     tl.store(taken + first_row + row_C, taken_C, mask=real_C)
-    tl.store(asked + first_row + row_C, limit_C, mask=real_C)
-    tl.store(lengths + first_row + row_C, size_C, mask=real_C)
-    x_CK *= (size_C / unit)[:, None]
     tl.store(solution + at_CK, x_CK, mask=real_CK)
     if short is not None:
         tl.store(short + at_CK, x_CK.to(short.dtype.element_ty), mask=real_CK)
@@ -230,10 +265,10 @@ def over(lengths, first_row, row_C, real_C):
 
 @triton.jit
 def evaluate(
-    rhs, keys, x, x0, high, low, k_CK, weight_CC, start_C, unit, over_C, lam, m, first_row, row_C, real_C,
+    rhs, keys, x, x0, high, low, left, k_CK, weight_CC, start_C, unit, over_C, lam, m, first_row, row_C, real_C,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """(||rhs - A x||, ||x||, BACK: x0 . start (x H)); the first two over the norm of rhs. lam: of this head."""
+    """(||rhs - A x||, ||x||, BACK: x0 . start (x H)); the first two over the norm of rhs, as left = rhs - A x, where there is one. lam: of this head."""
     i_K = tl.arange(0, BK)
     at_CK, real_CK = first_row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & (i_K < K)[None, :]
     x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
@@ -248,15 +283,22 @@ def evaluate(
         j_J = first_key + tl.arange(0, BJ)
         at_CJ, real_CJ = first_row * K + row_C[:, None] * K + j_J[None, :], real_C[:, None] & (j_J < K)[None, :]
         at_KJ, real_KJ = m.to(tl.int64) * K * (V + K) + i_K[:, None] * (V + K) + V + j_J[None, :], (i_K < K)[:, None] & (j_J < K)[None, :]
+        # Asked for before the products, and waited for behind them.
+        b_CJ = tl.load(rhs + at_CJ, mask=real_CJ, other=0.0)
+        x_CJ = tl.load(x + at_CJ, mask=real_CJ, other=0.0)
+        if BACK:
+            x0_CJ = tl.load(x0 + at_CJ, mask=real_CJ, other=0.0)
         high_KJ = tl.load(high + at_KJ, mask=real_KJ, other=0.0)
         low_KJ = high_KJ if MODE == "exact" else tl.load(low + at_KJ, mask=real_KJ, other=0.0)
         Ax_CJ = times_halves(x_CK, x_low_CK, high_KJ, low_KJ, None, MODE) * start_C[:, None]
         if BACK:
-            read_C += tl.sum(tl.load(x0 + at_CJ, mask=real_CJ, other=0.0) * Ax_CJ, 1)
+            read_C += tl.sum(x0_CJ * Ax_CJ, 1)
         Ax_CJ = times_halves(inside_CC, inside_low_CC, tl.load(keys + at_CJ, mask=real_CJ, other=0.0), None, Ax_CJ, MODE) * size_C[:, None]
-        Ax_CJ += tl.load(lam + j_J, mask=j_J < K, other=0.0)[None, :] * tl.load(x + at_CJ, mask=real_CJ, other=0.0)
-        left_CJ = (tl.load(rhs + at_CJ, mask=real_CJ, other=0.0).to(tl.float32) - Ax_CJ) * over_C[:, None]
+        Ax_CJ += tl.load(lam + j_J, mask=j_J < K, other=0.0)[None, :] * x_CJ
+        left_CJ = (b_CJ.to(tl.float32) - Ax_CJ) * over_C[:, None]
         left_C += tl.sum(left_CJ * left_CJ, 1)
+        if left is not None:
+            tl.store(left + at_CJ, left_CJ, mask=real_CJ)
     return tl.sqrt(left_C), length_C, read_C * size_C
 
 
@@ -269,47 +311,48 @@ def reached(asked_C, length_C, lam_K, bound, BACK: tl.constexpr):
     return reached_C
 
 
-@triton.jit
-def result(left_C, read_C, residual, since, reading, first_row, row_C, real_C, BACK: tl.constexpr):
-    """What `check` and `refine` leave of their x."""
-    if BACK:
-        tl.store(reading + first_row + row_C, tl.load(since + first_row + row_C, mask=real_C, other=0.0) - read_C, mask=real_C)
-    else:
-        tl.store(residual + first_row + row_C, left_C, mask=real_C)
-
-
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def check(
-    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, lengths, known, flag, residual, since, reading,
+    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal, residual, since, reading,
     T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    MODE: tl.constexpr, FLAG: tl.constexpr, BACK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The residual of x [B, T, H, K] relative to rhs; flag [M]: whether it is too large, and the chunk to be refined, as those that are `known` to be.
+    """The residual of x [B, T, H, K] relative to rhs.
 
     Forward: residual [B, T, H]. BACK, with the forward solution x0: reading [B, T, H] = since - x0 . start (x H), the gradient of log decay
     from the chunk's start, since being what G gave to it.
+    PART: "only"; or "first", with flag [M], whether a token's is too large or the chunk `known` to be hard; then, of chunks that are flagged, "left":
+    left [B, T, H, K], what is left of rhs over its norm, and goal [B, T, H], what to bring it down to, 0 for tokens of which enough is done;
+    and "last".
     """
-    if known is None:
+    if PART == "only":
         _check(
-            rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, residual, since, reading,
-            T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, FLAG, BACK,
+            rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, residual, since,
+            reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
         )  # fmt: skip
-    elif tl.load(known + tl.program_id(0)) == 0:
+    elif PART == "first":
+        hard = False
+        if known is not None:
+            hard = tl.load(known + tl.program_id(0)) != 0
+        if hard:
+            tl.store(flag + tl.program_id(0), 1)
+        else:
+            _check(
+                rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, residual, since,
+                reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
+            )  # fmt: skip
+    elif tl.load(flag + tl.program_id(0)) != 0:
         _check(
-            rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, residual, since, reading,
-            T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, FLAG, BACK,
+            rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, left if PART == "left" else None,
+            goal, residual, since, reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
         )  # fmt: skip
-    else:
-        tl.store(flag + tl.program_id(0), 1)
 
 
 @triton.jit
 def _check(
-    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, residual, since, reading,
+    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, left, goal, residual, since, reading,
     T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    MODE: tl.constexpr, FLAG: tl.constexpr, BACK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
@@ -317,80 +360,22 @@ def _check(
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
     weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
     left_C, length_C, read_C = evaluate(
-        rhs, keys, x, x0, high, low, k_CK, weight_CC, start_C, unit, over(lengths, first_row, row_C, real_C), lam + h * K, m,
-        first_row, row_C, real_C, K, V, BK, BJ, MODE, BACK,
+        rhs, keys, x, x0, high, low, left, k_CK, weight_CC, start_C, unit, over(lengths, first_row, row_C, real_C), lam + h * K, m,
+        first_row, row_C, real_C, K, V, BK, BJ, MODE, BACK and PART != "left",
     )  # fmt: skip
-    result(left_C, read_C, residual, since, reading, first_row, row_C, real_C, BACK)
-    if FLAG:
+    if PART == "first" or PART == "left":
         lam_K = tl.load(lam + h * K + tl.arange(0, BK), mask=real_K, other=float("inf"))
         reached_C = reached(tl.load(asked + first_row + row_C, mask=real_C, other=0.0), length_C, lam_K, bound, BACK)
         again_C = (left_C > reached_C) & (tl.load(taken + first_row + row_C, mask=real_C, other=0) + REFINEMENT <= steps)
-        tl.store(flag + m, tl.max(again_C.to(tl.int32), 0))
-
-
-@triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
-def refine(
-    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, lengths, known, flag, residual, since, reading,
-    T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BACK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """A chunk that is flagged: its tokens of too large a residual solved again from there, and what is made of x anew."""
-    if tl.load(flag + tl.program_id(0)) != 0:
-        _refine(
-            rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, lengths, residual, since, reading,
-            T, H, BH, steps, bound, K, V, C, BK, BJ, BACK, ROUNDS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _refine(
-    rhs, keys, sizes, x0, beta, sums, tags, firsts, lam, high, low, scale, x, short, taken, asked, lengths, residual, since, reading,
-    T, H, BH, steps, bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BACK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0)
-    h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
-    at_CK, real_CK, at_KK, real_KK, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
-    i_K = tl.arange(0, BK)
-    k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
-    weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, "split")
-    over_C = over(lengths, first_row, row_C, real_C)
-    lam_at = lam + h * K
-    round = 0
-    going = 1
-    while going != 0:
-        high_KK, low_KK = tl.load(high + at_KK, mask=real_KK, other=0.0), tl.load(low + at_KK, mask=real_KK, other=0.0)
-        x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
-        size_C = row_scales(x_CK, "split")
-        x_CK *= (1 / size_C)[:, None]
-        length_C = tl.sqrt(tl.sum(x_CK * x_CK, 1)) * (size_C * over_C)
-        Ax_CK = apply(x_CK, k_CK, high_KK, low_KK, weight_CC, start_C, "split") * (size_C * unit)[:, None]
-        Ax_CK += tl.load(lam_at + i_K, mask=real_K, other=0.0)[None, :] * tl.load(x + at_CK, mask=real_CK, other=0.0)
-        left_CK = (tl.load(rhs + at_CK, mask=real_CK, other=0.0).to(tl.float32) - Ax_CK) * over_C[:, None]
-        left_C = tl.sqrt(tl.sum(left_CK * left_CK, 1))
-        lam_K = tl.load(lam_at + i_K, mask=real_K, other=float("inf"))
-        reached_C = reached(tl.load(asked + first_row + row_C, mask=real_C, other=0.0), length_C, lam_K, bound, BACK)
-        taken_C = tl.load(taken + first_row + row_C, mask=real_C, other=0)
-        again_C = (left_C > reached_C) & (taken_C + REFINEMENT <= steps)
-        left_C = tl.where(again_C, left_C, 1.0)
-        left_CK = tl.where(again_C[:, None], left_CK * (1 / left_C)[:, None], 0.0)
-        more_CK, more_C, _ = conjugate_gradients(
-            left_CK, again_C, left_C * 0.0, left_CK, reached_C / (left_C * MARGIN), k_CK, high_KK, low_KK, weight_CC, start_C,
-            lam_at + i_K, real_K, unit, REFINEMENT, 0.0, "split", False, False, "b",
-        )  # fmt: skip
-        more_CK = more_CK * (left_C / (over_C * unit))[:, None] + tl.load(x + at_CK, mask=real_CK, other=0.0)
-        tl.store(x + at_CK, more_CK, mask=real_CK)
-        tl.store(short + at_CK, more_CK.to(short.dtype.element_ty), mask=real_CK)
-        tl.store(taken + first_row + row_C, taken_C + more_C, mask=real_C)
-        tl.debug_barrier()  # what follows reads what other threads wrote
-        left_C, length_C, read_C = evaluate(
-            rhs, keys, x, x0, high, low, k_CK, weight_CC, start_C, unit, over_C, lam_at, m, first_row, row_C, real_C, K, V, BK, BJ, "split", BACK
-        )
-        result(left_C, read_C, residual, since, reading, first_row, row_C, real_C, BACK)
-        reached_C = reached(tl.load(asked + first_row + row_C, mask=real_C, other=0.0), length_C, lam_K, bound, BACK)
-        round += 1
-        again_C = (left_C > reached_C) & (taken_C + more_C + REFINEMENT <= steps) & (round < ROUNDS)
-        going = tl.max(again_C.to(tl.int32), 0)
+        if PART == "first":
+            tl.store(flag + m, tl.max(again_C.to(tl.int32), 0))
+        else:
+            tl.store(goal + first_row + row_C, tl.where(again_C, reached_C / MARGIN, 0.0), mask=real_C)
+    if PART != "left":
+        if BACK:
+            tl.store(reading + first_row + row_C, tl.load(since + first_row + row_C, mask=real_C, other=0.0) - read_C, mask=real_C)
+        else:
+            tl.store(residual + first_row + row_C, left_C, mask=real_C)
 
 
 @triton.jit(do_not_specialize=["T", "H", "BH"])

@@ -26,9 +26,10 @@ Array = Any  # torch.Tensor
 # Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was refined, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
     "refine": {
-        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (32, 4, 2), "refine": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2),
+        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2),
         "ends": (64, 4, 2), "easy ends": (64, 4, 2), "inside": (64, 4, 1), "easy inside": (64, 4, 1),
     },
+    "correct": {"iterate": (0, 4, 1)},
     "split": {
         "starts": (64, 4, 1), "iterate": (0, 8, 1), "check": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2), "ends": (64, 4, 2),
         "inside": (64, 4, 1),
@@ -109,24 +110,33 @@ def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, know
     new = partial(keys.new_empty, dtype=torch.float32)
     x, taken = new(keys.shape), new(beta.shape, dtype=torch.int32)
     asked, lengths, residual = new(beta.shape), new(beta.shape), new(beta.shape)
-    flag = new((M,), dtype=torch.int32) if mode == "refine" else None
-    _, warps, stages = CONFIGURATIONS[mode]["iterate"]
-    launch(
-        solver.iterate, (M,), rhs, keys, sizes, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, T, H, B * H, steps, eps,
-        **shape, MODE="half" if mode == "refine" else mode, JACOBI=start == "jacobi", CRITERION=criterion, warps=warps, stages=stages,
-    )  # fmt: skip
-    rows = (None, since, residual) if back else (residual, None, None)
-    system = (
-        rhs, keys, sizes, x0, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, known, flag, *rows, T, H, B * H, steps, BOUND,
-    )  # fmt: skip
-    columns, warps, stages = CONFIGURATIONS[mode]["check"]
-    launch(
-        solver.check, (M,), *system, **shape, BJ=columns, MODE="exact" if mode == "exact" else "split", FLAG=mode == "refine", BACK=back,
-        warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
-    )  # fmt: skip
-    if mode == "refine":
-        columns, warps, stages = CONFIGURATIONS[mode]["refine"]
-        launch(solver.refine, (M,), *system, **shape, BJ=columns, BACK=back, ROUNDS=3 if back else 2, warps=warps, stages=stages)
+    flag, left, goal = (new((M,), dtype=torch.int32), new(keys.shape), new(beta.shape)) if mode == "refine" else (None, None, None)
+
+    def iterate(rhs: torch.Tensor, asked: torch.Tensor, mode: str, correct: bool) -> None:
+        _, warps, stages = CONFIGURATIONS["correct" if correct else mode]["iterate"]
+        launch(
+            solver.iterate, (M,), rhs, keys, sizes, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, flag, T, H, B * H,
+            steps, eps, **shape, MODE={"refine": "half"}.get(mode, mode), JACOBI=start == "jacobi" and not correct, CRITERION=criterion,
+            CORRECT=correct, warps=warps, stages=stages,
+        )  # fmt: skip
+
+    def check(part: str) -> None:
+        columns, warps, stages = CONFIGURATIONS[mode]["check"]
+        launch(
+            solver.check, (M,), rhs, keys, sizes, x0, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
+            *((None, since, residual) if back else (residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
+            MODE="exact" if mode == "exact" else "split", BACK=back, PART=part,
+            warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
+        )  # fmt: skip
+
+    iterate(rhs, asked, mode, correct=False)
+    if mode != "refine":
+        check("only")
+    else:
+        check("first")
+        check("left")
+        iterate(left, goal, "split", correct=True)
+        check("last")
     return x, taken, residual, flag
 
 
@@ -156,24 +166,23 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
-    tiles = divide_up(V, columns), divide_up(K, columns)
-    dthrough, dS = new((M, sum(tiles), tile(K))), new(S_BHKX.shape)
+    tiles = divide_up(V, columns) + divide_up(K, columns)
+    dthrough, dS = new((M, tiles, tile(K))), new(S_BHKX.shape)
     # Heads of which no chunk was refined have no use for low parts.
     passes = [("all", mode, x, back)] if mode != "refine" else [("easy", "half", short, dq), ("hard", "split", x, back)]
     hard = None if mode != "refine" else torch.maximum(flag, again).reshape(N, B * H).amax(0)
     for heads, taken, x, back in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy ends" if heads == "easy" else "ends"]
-        for keys, grid in enumerate(tiles):
-            launch(
-                walks.ends, (grid, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
-                **shape, BW=columns, MODE=taken, HEADS=heads, KEYS=bool(keys), warps=warps, stages=stages,
-            )  # fmt: skip
+        launch(
+            walks.ends, (tiles, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
+            **shape, BW=columns, MODE=taken, HEADS=heads, warps=warps, stages=stages,
+        )  # fmt: skip
     dk, dv, dbeta, dlog_decay, dlam = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape), new((M, K))
     for heads, taken, x, back in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
         launch(
             inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
-            hard, T, H, N, B * H, **shape, BV=tile(V), BJ=columns, TILES=sum(tiles), MODE=taken, HEADS=heads, warps=warps, stages=stages,
+            hard, T, H, N, B * H, **shape, BV=tile(V), BJ=columns, TILES=tiles, MODE=taken, HEADS=heads, warps=warps, stages=stages,
             registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)

@@ -113,24 +113,30 @@ def starts(
 def ends(
     x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, hard, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    MODE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    MODE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """From `dlast` [BH, K, X] back to `dbegin`: S is read by x [B, T, H, K] under the output gradient [do | -back].
+    """From `dlast` [BH, K, X] back to `dbegin`: S is read by x [B, T, H, K] under the output gradient [do | -back]. One tile of G or, behind
+    those, of H.
 
-    KEYS: H's columns, else G's. dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its
+    dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its
     transpose (H is symmetric); dthrough [M, tiles, BK]: that of log decay over the whole chunk, by this tile and row.
     HEADS: "all"; "hard", those that are flagged in hard [BH]; "easy", the others, in single products of bfloat16 x and back, without dlow.
     """
-    if HEADS == "all":
-        _ends(
-            x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
-            KEYS,
-        )  # fmt: skip
-    elif (tl.load(hard + tl.program_id(1)) != 0) == (HEADS == "hard"):
-        _ends(
-            x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
-            KEYS,
-        )  # fmt: skip
+    G_TILES: tl.constexpr = (V + BW - 1) // BW
+    asked_for = True
+    if HEADS != "all":
+        asked_for = (tl.load(hard + tl.program_id(1)) != 0) == (HEADS == "hard")
+    if asked_for:
+        if tl.program_id(0) < G_TILES:
+            _ends(
+                x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
+                False,
+            )  # fmt: skip
+        else:
+            _ends(
+                x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH, K, V, C, BK, BW, MODE,
+                True,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -138,13 +144,14 @@ def _ends(
     x, do, back, sums, tags, firsts, high, low, scale, dlast, dhigh, dlow, dthrough, dbegin, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, MODE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """KEYS: of H, else of G."""
     G_TILES: tl.constexpr = (V + BW - 1) // BW
     TILES: tl.constexpr = G_TILES + (K + BW - 1) // BW
     WIDTH: tl.constexpr = K if KEYS else V
     bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    column = tl.program_id(0) * BW
-    place = tl.program_id(0) + (G_TILES if KEYS else 0)
+    place = tl.program_id(0)
+    column = (place - (G_TILES if KEYS else 0)) * BW
     i_K, j_W, i_C = tl.arange(0, BK), column + tl.arange(0, BW), tl.arange(0, C)
     at_KW = i_K[:, None] * (V + K) + (V * KEYS + j_W)[None, :]
     real_K, real_W = i_K < K, j_W < WIDTH
