@@ -9,16 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import divide_up, early, launch
+from kernels.launch import divide_up, early, launch, shared_out
+from kernels.tiles import prefetch_share
 
 BLOCK = 1024
 
 
-def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_MJ: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T [M, J], summed in float32; wide: and given so. add: what it is added to."""
-    if wide and x_MD.dtype != torch.float32:
-        return torch.mm(x_MD, weight_JD.T, out_dtype=torch.float32)
-    return x_MD @ weight_JD.T if add_MJ is None else torch.addmm(add_MJ, x_MD, weight_JD.T)
+def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_to: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T [M, J], summed in float32; wide: and given so. add_to: what it is added to, there."""
+    if add_to is not None:
+        return add_to.addmm_(x_MD, weight_JD.T)
+    return torch.mm(x_MD, weight_JD.T, out_dtype=torch.float32) if wide and x_MD.dtype != torch.float32 else x_MD @ weight_JD.T
 
 
 def unit_groups(x_MGD: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -26,16 +27,37 @@ def unit_groups(x_MGD: torch.Tensor, epsilon: float) -> torch.Tensor:
     M, G, D = x_MGD.shape
     y_MGD = torch.empty_like(x_MGD)
     BG, BD = max(1, BLOCK // triton.next_power_of_2(D)), triton.next_power_of_2(D)
-    launch(_unit, (divide_up(M * G, BG),), x_MGD, y_MGD, M * G, float(epsilon), D=D, BG=BG, BD=BD, EARLY=early(), warps=4, stages=1, early=early())
+    launch(
+        _unit,
+        (divide_up(M * G, BG),),
+        x_MGD,
+        y_MGD,
+        M * G,
+        float(epsilon),
+        D=D,
+        BG=BG,
+        BD=BD,
+        EARLY=early(),
+        warps=4,
+        stages=1,
+        early=early(),
+    )
     return y_MGD
 
 
-def gated(branches_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """SiLU(n a) * (n b) in x's dtype [M, J / 2], for branches a beside b, and n from the row that they were made of."""
+def gated(branches_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    """SiLU(n a) * (n b) in x's dtype [M, J / 2], for branches a beside b, and n from the row that they were made of.
+
+    ahead: what will be read soon, asked for now (contiguous, a multiple of 16 bytes).
+    """
     M, J = branches_MJ.shape
     y = x_MD.new_empty((M, J // 2))
     grid = (divide_up(J // 2, BLOCK), M)
-    launch(_gated, grid, branches_MJ, x_MD, y, J // 2, float(epsilon), D=x_MD.shape[1], BD=triton.next_power_of_2(x_MD.shape[1]), BJ=BLOCK, warps=4, stages=1)
+    asked = shared_out(ahead, grid[0] * M)
+    launch(
+        _gated, grid, branches_MJ, x_MD, y, *asked, J // 2, float(epsilon), D=x_MD.shape[1], BD=triton.next_power_of_2(x_MD.shape[1]), BJ=BLOCK,
+        AHEAD=asked[2] > 0, warps=4, stages=1,
+    )  # fmt: skip
     return y
 
 
@@ -68,8 +90,10 @@ def _unit(x, y, rows, epsilon, D: tl.constexpr, BG: tl.constexpr, BD: tl.constex
     tl.store(y + place, (x_GD.to(tl.float32) * scale(x_GD, D, epsilon)[:, None]).to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def _gated(branches, x, y, J, epsilon, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr):
+@triton.jit(do_not_specialize=["bytes", "share"])
+def _gated(branches, x, y, ahead, bytes, share, J, epsilon, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, AHEAD: tl.constexpr):
+    if AHEAD:
+        prefetch_share(ahead, bytes, share)
     row, j_J, i_D = tl.program_id(1).to(tl.int64), tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BD)
     factor = scale(tl.load(x + row * D + i_D, mask=i_D < D, other=0.0), D, epsilon)
     a_J = factor * tl.load(branches + row * 2 * J + j_J, mask=j_J < J, other=0.0).to(tl.float32)

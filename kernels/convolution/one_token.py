@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.convolution.chunked import EPSILON, State
-from kernels.launch import INTERPRETED, divide_up, early, launch
+from kernels.launch import divide_up, early, launch, shared_out
 from kernels.rows import scale
-from kernels.tiles import prefetch
+from kernels.tiles import prefetch_share
 
 
 def heads(
@@ -28,33 +28,43 @@ def heads(
     [W, D]. states: theirs, in place. bias [2, H] float32. ahead: what will be read soon, asked for now (contiguous, a multiple of 16 bytes).
     """
     (B, columns), X = projected.shape, x_BX.shape[1]
+    assert len(weights[0]) <= 4
     parts, rest = divmod(columns - 2 * H * K - H * V, 2 * H)
     assert rest == 0 and all(x.is_contiguous() for x in (projected, *weights, bias, *states[0], *states[1]))
     new = x_BX.new_empty
     q, k, v = new((B, H, K)), new((B, H, K)), new((B, H, V))
     log_decay, beta = new((B, H), dtype=torch.float32), new((B, H), dtype=torch.float32)
     G = 1 if B * H <= 1056 else 4
-    share = 0 if ahead is None or INTERPRETED else divide_up(ahead.nbytes, 16 * B * divide_up(H, G)) * 16
+    asked = shared_out(ahead, B * divide_up(H, G))
     launch(
         _heads, (divide_up(H, G), B), projected, x_BX, *weights, *states[0], *states[1], bias, q, k, v, log_decay, beta, float(bound), float(epsilon),
-        ahead, 0 if ahead is None else ahead.nbytes, share,
+        *asked,
         H=H, K=K, V=V, X=X, G=G, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BX=triton.next_power_of_2(X), W=len(weights[0]),
-        PARTS=parts, EPSILON=EPSILON, AHEAD=share > 0, EARLY=early(), warps=G, early=early(),
+        PARTS=parts, EPSILON=EPSILON, AHEAD=asked[2] > 0, EARLY=early(), warps=G, early=early(),
     )  # fmt: skip
     return q, k, v, log_decay, beta
 
 
 @triton.jit
-def _convolved(x_GK, weight, past, place_GK, there_GK, D: tl.constexpr, W: tl.constexpr, EPSILON: tl.constexpr):
-    """past: the inputs before, shifted by one. place: of these channels in a row of D."""
-    z_GK = x_GK * tl.load(weight + (W - 1) * D + place_GK, mask=there_GK, other=0.0).to(tl.float32)
-    before_GK = x_GK
-    for back in tl.static_range(1, W):
-        at = (W - 1 - back) * D + place_GK
-        old_GK = tl.load(past + at, mask=there_GK, other=0.0)
-        tl.store(past + at, before_GK.to(past.dtype.element_ty), mask=there_GK)
-        before_GK = old_GK.to(tl.float32)
-        z_GK += before_GK * tl.load(weight + at, mask=there_GK, other=0.0).to(tl.float32)
+def _past(past, channel_GK, there_GK, D: tl.constexpr, W: tl.constexpr):
+    """The three inputs before, last first; zeros where the window is shorter."""
+    a_1 = tl.load(past + (W - 2) * D + channel_GK, mask=there_GK & (W > 1), other=0.0)
+    a_2 = tl.load(past + (W - 3) * D + channel_GK, mask=there_GK & (W > 2), other=0.0)
+    a_3 = tl.load(past + (W - 4) * D + channel_GK, mask=there_GK & (W > 3), other=0.0)
+    return a_1, a_2, a_3
+
+
+@triton.jit
+def _convolved(x_GK, a_1, a_2, a_3, weight, past, channel_GK, there_GK, D: tl.constexpr, W: tl.constexpr, EPSILON: tl.constexpr):
+    """past: the inputs before, shifted by one."""
+    w_0 = tl.load(weight + (W - 1) * D + channel_GK, mask=there_GK, other=0.0).to(tl.float32)
+    w_1 = tl.load(weight + (W - 2) * D + channel_GK, mask=there_GK & (W > 1), other=0.0).to(tl.float32)
+    w_2 = tl.load(weight + (W - 3) * D + channel_GK, mask=there_GK & (W > 2), other=0.0).to(tl.float32)
+    w_3 = tl.load(weight + (W - 4) * D + channel_GK, mask=there_GK & (W > 3), other=0.0).to(tl.float32)
+    z_GK = w_0 * x_GK + w_1 * a_1.to(tl.float32) + w_2 * a_2.to(tl.float32) + w_3 * a_3.to(tl.float32)
+    tl.store(past + (W - 2) * D + channel_GK, x_GK.to(past.dtype.element_ty), mask=there_GK & (W > 1))
+    tl.store(past + (W - 3) * D + channel_GK, a_1, mask=there_GK & (W > 2))
+    tl.store(past + (W - 4) * D + channel_GK, a_2, mask=there_GK & (W > 3))
     z_GK *= tl.sigmoid(z_GK)
     return z_GK * tl.rsqrt(tl.sum(z_GK * z_GK, 1) + EPSILON * EPSILON)[:, None]
 
@@ -67,9 +77,7 @@ def _heads(
     W: tl.constexpr, PARTS: tl.constexpr, EPSILON: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
-        first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
-        if first < bytes:
-            prefetch(ahead.to(tl.int64) + first, tl.minimum(share, bytes - first))
+        prefetch_share(ahead, bytes, share)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -79,6 +87,10 @@ def _heads(
     there_G = h_G < H
     there_GK, there_GV = there_G[:, None] & (i_K < K)[None, :], there_G[:, None] & (j_V < V)[None, :]
     channel_GK, channel_GV = h_G[:, None] * K + i_K[None, :], h_G[:, None] * V + j_V[None, :]
+    # Everything is asked for before anything is stored: a load does not pass a store.
+    q_past += b * (W - 1) * D
+    k_past += b * (W - 1) * D
+    q_before, k_before = _past(q_past, channel_GK, there_GK, D, W), _past(k_past, channel_GK, there_GK, D, W)
     row = projected + b * (2 * D + H * V + 2 * H * PARTS)
     q_GK = tl.load(row + channel_GK, mask=there_GK, other=0.0)
     k_GK = tl.load(row + D + channel_GK, mask=there_GK, other=0.0)
@@ -91,9 +103,9 @@ def _heads(
         write_G += tl.load(gate + part * 2 * H + H, mask=there_G, other=0.0)
     forget_G = factor * forget_G + tl.load(bias + h_G, mask=there_G, other=0.0)
     write_G = factor * write_G + tl.load(bias + H + h_G, mask=there_G, other=0.0)
-    past, to = b * (W - 1) * D, b * D
-    q_GK = _convolved(factor * q_GK, q_weight, q_past + past, channel_GK, there_GK, D, W, EPSILON)
-    k_GK = _convolved(factor * k_GK, k_weight, k_past + past, channel_GK, there_GK, D, W, EPSILON)
+    q_GK = _convolved(factor * q_GK, *q_before, q_weight, q_past, channel_GK, there_GK, D, W, EPSILON)
+    k_GK = _convolved(factor * k_GK, *k_before, k_weight, k_past, channel_GK, there_GK, D, W, EPSILON)
+    to = b * D
     tl.store(q + to + channel_GK, q_GK.to(q.dtype.element_ty), mask=there_GK)
     tl.store(k + to + channel_GK, k_GK.to(k.dtype.element_ty), mask=there_GK)
     tl.store(v + b * H * V + channel_GV, (factor * v_GV).to(v.dtype.element_ty), mask=there_GV)

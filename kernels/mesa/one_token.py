@@ -1,28 +1,36 @@
-"""Mesa's one-token step in Triton: G and H read and written once, the solve with H in registers, all in float32.
+"""Mesa's one-token step: G and H read and written once, the solve with H in registers, all in float32. In Triton, and for keys and values of 128 in CUDA C
+(`one_token.cu`), where G comes to shared memory while H is solved with, and a step of the solver waits for its sums once.
 
 No host read and no shape that depends on data, so it can be captured in a CUDA graph.
 
 Shapes: B batch, H heads, K key size, V value size.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses import FakeTensor
 
-from kernels import arrays, segmentation
+from kernels import arrays, nvrtc, segmentation
 from kernels.launch import INTERPRETED, after, early, launch
 from kernels.mesa.reference import State, fresh
 from kernels.mesa.triton import tile
 from kernels.tiles import prefetch
 
 Array = Any  # torch.Tensor
+SOURCE = Path(__file__).with_name("one_token.cu")
+SHARED = 4 * (128 * 128 + 8 * 36 + 32)
+"""Bytes: G; two vectors; sums."""
+STARTS = ("zero", "jacobi", "query")
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
 
 
 def step(
-    q, k, v, log_decay, beta, lam, *, sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", state=None, segment_B=None,
+    q, k, v, log_decay, beta, lam, *, sign=None, steps=30, eps=0.0, criterion="b", solve=True, start="jacobi", norm_epsilon=None,
+    state=None, segment_B=None,
 ) -> tuple[Array, State, dict[str, Array]]:  # fmt: skip
     """See `kernels.mesa.step`."""
     if segment_B is not None:
@@ -34,16 +42,30 @@ def step(
     (B, H, K), V = q.shape, v.shape[-1]
     end = State(after(G), after(S), after(last) if segment_B is None else torch.empty_like(last))  # its heads read it, at their own times
     o, taken, residual = torch.empty_like(v), q.new_empty((B, H), dtype=torch.int32), torch.empty_like(beta)
-    # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use, and has G brought into
-    # the second cache meanwhile; many such would drive one another's out before it is read.
+    # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use.
     few = B * H <= 132
-    launch(
-        advance, (B * H,), q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual,
-        H, steps if solve else 0, float(eps),
-        K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start if solve else "query", CRITERION=criterion,
-        PREFETCH=few and not INTERPRETED and K * V % 4 == 0, EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
-    )  # fmt: skip
+    given = (q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual)
+    start, steps = (start, steps) if solve else ("query", 0)
+    if in_cuda(q, v):
+        nvrtc.launch(
+            SOURCE, "mesa_step", (B * H,), 128, SHARED, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
+            -1.0 if norm_epsilon is None else float(norm_epsilon),
+            BFLOAT=int(q.dtype == torch.bfloat16), PROGRAMS=2 if few else 3, EARLY=int(early()), early=early(),
+        )  # fmt: skip
+    else:
+        launch(
+            advance, (B * H,), *given, H, steps, float(eps), norm_epsilon,
+            K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start, CRITERION=criterion, PREFETCH=few and not INTERPRETED and K * V % 4 == 0,
+            EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
+        )  # fmt: skip
     return o, end, {"steps": taken, "residual": residual}
+
+
+def in_cuda(q: Array, v: Array) -> bool:
+    """Whether the step has its sizes, and its compiler, in CUDA C."""
+    return (
+        q.shape[-1] == v.shape[-1] == 128 and q.dtype == v.dtype and q.is_cuda and not isinstance(q, FakeTensor) and nvrtc.refusal() is None
+    )
 
 
 @triton.jit
@@ -55,7 +77,7 @@ def times(S_AIK, x_K, A: tl.constexpr, I: tl.constexpr):
 @triton.jit(do_not_specialize=["H", "steps"], do_not_specialize_on_alignment=["S", "S_end"])
 def advance(
     q, k, v, log_decay, beta, sign, lam, G, S, segment, last, o, G_end, S_end, last_end, taken, residual,
-    H, steps, eps,
+    H, steps, eps, norm_epsilon,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, START: tl.constexpr, CRITERION: tl.constexpr,
     CHAINS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -142,5 +164,7 @@ def advance(
     G_KV = tl.where(keep == 0, 0.0, G_KV * keep)
     x_K *= most * norm
     read_V = tl.sum(x_K[:, None] * G_KV, 0) + tl.sum(x_K * k_K, 0) * v_V
+    if norm_epsilon is not None:
+        read_V *= tl.rsqrt(tl.sum(read_V * read_V, 0) / V + norm_epsilon)
     tl.store(o + bh * V + j_V, tl.where(padding, 0.0, read_V).to(o.dtype.element_ty), mask=real_V)
     tl.store(G_end + place_KV, G_KV + k_K[:, None] * v_V[None, :], mask=real_KV)

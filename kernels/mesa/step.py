@@ -27,22 +27,24 @@ def step(
     solve: bool = True,
     start: str = "jacobi",
     gradient: str = "implicit",
+    norm_epsilon: float | None = None,
     state: State | None = None,
     segment_B: Array | None = None,
 ) -> tuple[Array, State, dict[str, Array]]:
     """One token: o [B, H, V], the state after it, and info. Arguments as `mesa`'s without the time axis. For generation: no gradient.
 
+    norm_epsilon: o is wanted over the root of its mean square, each head's, with this beside the mean; None: as it is read.
     Where `mesa` runs as triton, one kernel, safe inside a CUDA graph; inside torch.compile, array operations.
     """
     check_options(steps, eps, criterion, start, gradient)
     given = (q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK)
-    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start}
+    options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "norm_epsilon": norm_epsilon}
     run = launch.step_of("mesa", _in_arrays, given, state)
     return run(*given, sign=sign, state=state, segment_B=segment_B, **options)
 
 
 def _in_arrays(
-    q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *, sign, steps, eps, criterion, solve, start, state, segment_B
+    q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *, sign, steps, eps, criterion, solve, start, norm_epsilon, state, segment_B
 ) -> tuple[Array, State, dict[str, Array]]:
     ops = arrays.of(q_BHK)
     state = fresh(q_BHK, v_BHV) if state is None else state
@@ -60,7 +62,10 @@ def _in_arrays(
     else:
         solution, taken = conjugate_gradients(apply, q, diagonal, steps=steps, eps=eps, criterion=criterion, start=start)
     padding = padding_B[:, None]
-    o = ops.where(padding[..., None], 0.0, _product(solution, G))
+    o = _product(solution, G)
+    if norm_epsilon is not None:
+        o = o * ops.rsqrt(ops.mean(o * o, -1, keepdims=True) + norm_epsilon)
+    o = ops.where(padding[..., None], 0.0, o)
     residual = ops.where(padding, 0.0, relative_residual(q, q - apply(solution)))
     return ops.cast(o, v_BHV.dtype), state, {"steps": ops.where(padding, 0, taken), "residual": residual}
 

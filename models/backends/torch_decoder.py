@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,6 @@ from models.backends import torch_one_token as short
 from models.backends.torch_arrays import to_numpy
 from models.layers.layer import Layer, State
 from models.parameters import Parameter
-
-
-HALVES = 256
-ASIDE = True
 
 
 class Decoder:
@@ -94,45 +91,25 @@ class Decoder:
     def _once(self) -> None:
         """A step on the memory that stays: the token, the states; the logits are new unless it is captured."""
         with launch.states_in_place(self._one_token):
-            if len(self.token_B) >= HALVES and len(self._short) == len(self.model.layers):
-                x_BD, after = self._by_halves(), self.states
-            else:
-                x_BD, after, _ = self.model.through_blocks(self.params, self.token_B, self.states, transform=self._transform)
+            x_BD, after, _ = self.model.through_blocks(self.params, self.token_B, self.states, transform=self._transform)
             if self._head is None:
                 self.logits_BV = self.model.logits(self.params, self.model.normalise(self.params, x_BD))
             else:
-                self.logits_BV = short.logits(x_BD, self._head)
+                self.logits_BV = short.logits(x_BD, self._head, self.model.vocab_size)
         for old, new in zip(_arrays(self.states), _arrays(after), strict=True):
             if new.data_ptr() != old.data_ptr():
                 old.copy_(new)
 
     def _short_blocks(self, params: Mapping[str, torch.Tensor]) -> dict[int, short.Block]:
         """The blocks that go as a few kernels, by the identity of their first parameter."""
-        dtype, found = self.params["embedding"].dtype, {}
-        for index, layer in enumerate(self.model.layers):
+        dtype, found, following = self.params["embedding"].dtype, {}, None
+        for index, layer in reversed([*enumerate(self.model.layers)]):
             if short.suits(layer, self.device.type, dtype):
                 before = f"blocks.{index}."
                 p = {name.removeprefix(before): value.detach() for name, value in params.items() if name.startswith(before)}
-                found[id(self.params[f"{before}mixer_norm"])] = short.Block.of(layer, p, dtype)
-        return found
-
-    def _by_halves(self) -> torch.Tensor:
-        """The stream after the blocks, one half of the sequences' products while the other half's states are read and written."""
-        here, half = torch.cuda.current_stream(), len(self.token_B) // 2
-        x_BD = self.model.embed(self.params, self.token_B)
-        lanes = [[torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=0), part] for part in (slice(0, half), slice(half, None))]
-        xs = [x_BD[part] for *_, part in lanes]
-        for stream, *_ in lanes:
-            stream.wait_stream(here)
-        for index, (layer, block) in enumerate(zip(self.model.layers, self._short.values(), strict=True)):
-            del layer
-            for n, (stream, aside, part) in enumerate(lanes):
-                with torch.cuda.stream(stream):
-                    state = pytree.tree_map(lambda value: value[part], self.states[index])  # noqa: B023
-                    xs[n], *_ = block(xs[n], state, aside=aside if ASIDE else None)
-        for stream, *_ in lanes:
-            here.wait_stream(stream)
-        return torch.cat(xs)
+                block = found[id(self.params[f"{before}mixer_norm"])] = replace(short.Block.of(layer, p, dtype), following=following)
+                following = block.projections
+        return dict(reversed(found.items()))
 
     def _short_block(self, layer: Layer, p: Mapping[str, torch.Tensor], x_BD: torch.Tensor, state: State, segments: None) -> tuple:
         return self._short[id(p["mixer_norm"])](x_BD, state)

@@ -1,0 +1,113 @@
+// What kernels/palimpsa/card.cuh says, on a CPU: a thread for a thread, warps and programs that wait for each other at barriers.
+// Uninitialised shared memory is NaN; tensor cores round their operands to tf32 as a card does, by cutting bits off.
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+typedef unsigned short bfloat16;
+typedef long long int64;
+#define DEVICE inline
+#define __global__
+#define __restrict__
+#define __shared__
+#define __launch_bounds__(threads, programs)
+#define __syncthreads() program_waits->arrive_and_wait()
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct Place {
+  int x, y;
+};
+static thread_local Place threadIdx, blockIdx;
+static std::barrier<>* program_waits;
+static std::vector<std::unique_ptr<std::barrier<>>> warp_waits;
+static float told[32][32][6];  // what a warp's threads tell each other
+float4 memory[SHARED_BYTES / 16];
+
+DEVICE void wait_for_warp() { warp_waits[threadIdx.x / 32]->arrive_and_wait(); }
+
+DEVICE float cut(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, 4);
+  bits &= 0xffffe000u;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+DEVICE float reciprocal(float x) { return 1.f / x; }
+
+DEVICE float shuffle_xor(float x, int mask) {
+  auto& of = told[threadIdx.x / 32];
+  wait_for_warp();
+  of[threadIdx.x % 32][0] = x;
+  wait_for_warp();
+  return of[threadIdx.x % 32 ^ mask][0];
+}
+
+DEVICE void multiply_add(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  auto& of = told[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  wait_for_warp();
+  for (int i = 0; i < 4; i++) of[lane][i] = cut(a[i]);
+  of[lane][4] = cut(b0);
+  of[lane][5] = cut(b1);
+  wait_for_warp();
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 8; k++) d[i] += of[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2] * of[column * 4 + k % 4][4 + k / 4];
+  }
+}
+
+DEVICE void copy(float* to, const float* from) { *to = *from; }
+DEVICE void copy_16(void* to, const void* from, bool there) {
+  there ? memcpy(to, from, 16) : memset(to, 0, 16);
+}
+DEVICE void copies_done() {}
+DEVICE void prefetch(const void*) {}
+
+DEVICE float to_float(bfloat16 x) {
+  const unsigned bits = (unsigned)x << 16;
+  float r;
+  memcpy(&r, &bits, 4);
+  return r;
+}
+
+DEVICE bfloat16 to_bfloat16(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+template <class... A, size_t... I>
+void call(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
+  kernel(*(A*)values[I]...);
+}
+
+// All programs of a grid, one after another. values: where each argument lies, as cuLaunchKernel takes them.
+template <class... A>
+void run(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** values) {
+  for (int y = 0; y < grid_y; y++)
+    for (int x = 0; x < grid_x; x++) {
+      std::barrier<> all(threads);
+      program_waits = &all;
+      warp_waits.clear();
+      for (int warp = 0; warp < threads / 32; warp++) warp_waits.push_back(std::make_unique<std::barrier<>>(32));
+      for (auto& m : memory) m.x = m.y = m.z = m.w = std::numeric_limits<float>::quiet_NaN();
+      std::vector<std::thread> running;
+      for (int i = 0; i < threads; i++)
+        running.emplace_back([=] {
+          threadIdx = {i, 0};
+          blockIdx = {x, y};
+          call(kernel, values, std::index_sequence_for<A...>());
+        });
+      for (auto& thread : running) thread.join();
+    }
+}
