@@ -26,16 +26,16 @@ Array = Any  # torch.Tensor
 # Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was refined, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
     "refine": {
-        "starts": (64, 4, 1), "iterate": (0, 4, 1), "check": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2),
+        "starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 2), "right_side": (64, 4, 2),
         "ends": (64, 4, 2), "easy ends": (64, 4, 2), "inside": (64, 4, 1), "easy inside": (64, 4, 1),
     },
     "correct": {"iterate": (0, 4, 1)},
     "split": {
-        "starts": (64, 4, 1), "iterate": (0, 8, 1), "check": (32, 4, 2), "read": (32, 4, 2), "right_side": (32, 4, 2), "ends": (64, 4, 2),
+        "starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 2), "right_side": (64, 4, 2), "ends": (64, 4, 2),
         "inside": (64, 4, 1),
     },
     "exact": {
-        "starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "read": (16, 8, 1), "right_side": (16, 8, 1), "ends": (32, 4, 1),
+        "starts": (32, 4, 1), "iterate": (0, 8, 1), "check": (16, 8, 1), "right_side": (16, 8, 1), "ends": (32, 4, 1),
         "inside": (16, 8, 1),
     },
 }  # fmt: skip
@@ -74,14 +74,9 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
         T, H, N, B * H, **shape, BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     short = torch.empty_like(q) if mode == "refine" else None
-    system = (keys, sizes, beta, decays, lam, high, low, scale)
-    x, taken, residual, flag = solve(q, *system, None, short, None, None, steps, eps, criterion, start, chunk, mode)
     o = torch.empty_like(v)
-    columns, warps, stages = CONFIGURATIONS[mode]["read"]
-    launch(
-        solver.read, (M,), x, keys, sizes, v, beta, *decays, high, low, scale, o, T, H, B * H,
-        **shape, BJ=columns, MODE="exact" if mode == "exact" else "split", warps=warps, stages=stages,
-    )  # fmt: skip
+    system = (keys, sizes, beta, decays, lam, high, low, scale)
+    x, taken, residual, flag = solve(q, *system, None, short, None, v, o, steps, eps, criterion, start, chunk, mode)
     kept = {"exact": (), "split": (low, keys, sizes), "refine": (low, keys, sizes, short, flag)}[mode]
     return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *kept)
 
@@ -101,9 +96,10 @@ def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
     return made
 
 
-def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, since, steps, eps, criterion, start, chunk, mode):
-    """(x, steps taken, residual, which chunks were refined) of A x = rhs; short is x too. Backward, given x0: the residual is that part of log
-    decay's gradient which is read from the chunk's start, and chunks `known` to be hard are refined in any case; see `solver.check`."""
+def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, v, given, steps, eps, criterion, start, chunk, mode):
+    """(x, steps taken, residual, which chunks were refined) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
+    x0: `given` is `since`, the residual that part of log decay's gradient which is read from the chunk's start, and chunks `known` to be hard
+    are refined in any case. See `solver.check`."""
     B, T, H, K = keys.shape
     M, V, back = high.shape[0], high.shape[2] - K, x0 is not None
     shape = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
@@ -123,8 +119,8 @@ def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, know
     def check(part: str) -> None:
         columns, warps, stages = CONFIGURATIONS[mode]["check"]
         launch(
-            solver.check, (M,), rhs, keys, sizes, x0, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
-            *((None, since, residual) if back else (residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
+            solver.check, (M,), rhs, keys, sizes, x0, v, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
+            *((None, None, given, residual) if back else (given, residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
             MODE="exact" if mode == "exact" else "split", BACK=back, PART=part,
             warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
@@ -162,7 +158,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         **shape, BV=tile(V), BJ=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     system = (keys, sizes, beta, decays, lam, high, low, scale)
-    back, _, since, again = solve(rhs, *system, x, dq, flag, since, steps, eps, criterion, start, chunk, mode)
+    back, _, since, again = solve(rhs, *system, x, dq, flag, None, since, steps, eps, criterion, start, chunk, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]

@@ -33,15 +33,12 @@ STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float
     # Measured with these on an H200, faster than smaller tiles that spill nothing.
     ("kernels.delta_rule.triton", "_walk_back"): {"bfloat16": 320, "float32": 1024},
     ("kernels.delta_rule.triton", "_within_back"): {"bfloat16": 384, "float32": 1024},
-    # Mesa's solver fills the registers with its vectors, and spills what is needed before and after its loop; its float32 is for exactness.
-    # `refine` and what is made for "hard" heads run where a token's residual was too large.
-    ("kernels.mesa.solve", "iterate"): {"bfloat16": 768, "float32": 1024},
-    ("kernels.mesa.solve", "check"): {"bfloat16": 1024, "float32": 2048},
-    ("kernels.mesa.solve", "refine"): {"bfloat16": 3072},
+    # Mesa's solver fills the registers with its vectors, and spills what is needed before and after its loop, or (corrections) for each step.
+    ("kernels.mesa.solve", "iterate"): {"bfloat16": 832, "float32": 1024},
     ("kernels.mesa.solve", "right_side"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
-    ("kernels.mesa.walks", "ends"): {"bfloat16": 1024, "float32": 1024},
-    ("kernels.mesa.inside", "gradients"): {"bfloat16": 1024, "float32": 3072},
+    ("kernels.mesa.walks", "ends"): {"bfloat16": 768, "float32": 1024},
+    ("kernels.mesa.inside", "gradients"): {"bfloat16": 384, "float32": 1024},
     # A block's values, gradients and states fill the registers; what is spilled is not of the loop over keys.
     ("kernels.palimpsa.triton", "gradients_kernel"): {"bfloat16": 64, "float32": 1024},
 }
