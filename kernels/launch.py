@@ -203,14 +203,6 @@ def divide_up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def shared_out(ahead: Any, programs: int) -> tuple[Any, int, int]:
-    """What `kernels.tiles.prefetch_share` takes, for a contiguous tensor (or None) that so many programs ask for together: a share of 0 for nothing."""
-    if ahead is None or INTERPRETED:
-        return None, 0, 0
-    assert ahead.is_contiguous() and ahead.nbytes % 16 == 0
-    return ahead, ahead.nbytes, 16 * divide_up(ahead.nbytes, 16 * programs)
-
-
 def dot_precision(dtype: Any) -> str:
     """tl.dot's input_precision: three tensor-core products for float32 (its rounding, nearly), one for bfloat16."""
     return "tf32x3" if str(dtype) == "torch.float32" else "ieee"

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import divide_up, early, launch, shared_out
-from kernels.tiles import prefetch_share
+from kernels.launch import divide_up, early, launch
 
 BLOCK = 1024
 
@@ -45,18 +44,13 @@ def unit_groups(x_MGD: torch.Tensor, epsilon: float) -> torch.Tensor:
     return y_MGD
 
 
-def gated(branches_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
-    """SiLU(n a) * (n b) in x's dtype [M, J / 2], for branches a beside b, and n from the row that they were made of.
-
-    ahead: what will be read soon, asked for now (contiguous, a multiple of 16 bytes).
-    """
+def gated(branches_MJ: torch.Tensor, x_MD: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """SiLU(n a) * (n b) in x's dtype [M, J / 2], for branches a beside b, and n from the row that they were made of."""
     M, J = branches_MJ.shape
     y = x_MD.new_empty((M, J // 2))
-    grid = (divide_up(J // 2, BLOCK), M)
-    asked = shared_out(ahead, grid[0] * M)
     launch(
-        _gated, grid, branches_MJ, x_MD, y, *asked, J // 2, float(epsilon), D=x_MD.shape[1], BD=triton.next_power_of_2(x_MD.shape[1]), BJ=BLOCK,
-        AHEAD=asked[2] > 0, warps=4, stages=1,
+        _gated, (divide_up(J // 2, BLOCK), M), branches_MJ, x_MD, y, J // 2, float(epsilon), D=x_MD.shape[1], BD=triton.next_power_of_2(x_MD.shape[1]),
+        BJ=BLOCK, warps=4, stages=1,
     )  # fmt: skip
     return y
 
@@ -90,10 +84,8 @@ def _unit(x, y, rows, epsilon, D: tl.constexpr, BG: tl.constexpr, BD: tl.constex
     tl.store(y + place, (x_GD.to(tl.float32) * scale(x_GD, D, epsilon)[:, None]).to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["bytes", "share"])
-def _gated(branches, x, y, ahead, bytes, share, J, epsilon, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, AHEAD: tl.constexpr):
-    if AHEAD:
-        prefetch_share(ahead, bytes, share)
+@triton.jit
+def _gated(branches, x, y, J, epsilon, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr):
     row, j_J, i_D = tl.program_id(1).to(tl.int64), tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BD)
     factor = scale(tl.load(x + row * D + i_D, mask=i_D < D, other=0.0), D, epsilon)
     a_J = factor * tl.load(branches + row * 2 * J + j_J, mask=j_J < J, other=0.0).to(tl.float32)

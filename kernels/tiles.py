@@ -50,11 +50,3 @@ mov.u32 $0, 0;
 def prefetch(pointer, bytes):
     """Ask for memory to be brought into the second cache: a multiple of 16 bytes, from one on. Not in the interpreter."""
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [pointer.to(tl.int64), bytes], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def prefetch_share(pointer, bytes, share):
-    """`prefetch` of this program's part of so many bytes, where the first programs of a grid have `share` each."""
-    first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
-    if first < bytes:
-        prefetch(pointer.to(tl.int64) + first, tl.minimum(share, bytes - first))

@@ -12,20 +12,19 @@ import triton
 import triton.language as tl
 
 from kernels.convolution.chunked import EPSILON, State
-from kernels.launch import divide_up, early, launch, shared_out
+from kernels.launch import divide_up, early, launch
 from kernels.rows import scale
-from kernels.tiles import prefetch_share
 
 
 def heads(
     projected: torch.Tensor, x_BX: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], states: tuple[State, State], bias: torch.Tensor, *,
-    H: int, K: int, V: int, bound: float, epsilon: float, ahead: torch.Tensor | None = None,
+    H: int, K: int, V: int, bound: float, epsilon: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """q, k [B, H, K], v [B, H, V] in x's dtype, log_decay and beta [B, H] in float32.
 
     projected [B, D + D + H V + 2 H parts], float32: queries, keys, values, and the gates before their biases, (forget, write) [2, H] once or in several
     parts to be added up; all of the stream x as it is, to be divided by its root mean square here. weights: of the convolutions on queries and keys,
-    [W, D]. states: theirs, in place. bias [2, H] float32. ahead: what will be read soon, asked for now (contiguous, a multiple of 16 bytes).
+    [W, D]. states: theirs, in place. bias [2, H] float32.
     """
     (B, columns), X = projected.shape, x_BX.shape[1]
     assert len(weights[0]) <= 4
@@ -35,12 +34,10 @@ def heads(
     q, k, v = new((B, H, K)), new((B, H, K)), new((B, H, V))
     log_decay, beta = new((B, H), dtype=torch.float32), new((B, H), dtype=torch.float32)
     G = 1 if B * H <= 1056 else 4
-    asked = shared_out(ahead, B * divide_up(H, G))
     launch(
         _heads, (divide_up(H, G), B), projected, x_BX, *weights, *states[0], *states[1], bias, q, k, v, log_decay, beta, float(bound), float(epsilon),
-        *asked,
         H=H, K=K, V=V, X=X, G=G, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BX=triton.next_power_of_2(X), W=len(weights[0]),
-        PARTS=parts, EPSILON=EPSILON, AHEAD=asked[2] > 0, EARLY=early(), warps=G, early=early(),
+        PARTS=parts, EPSILON=EPSILON, EARLY=early(), warps=G, early=early(),
     )  # fmt: skip
     return q, k, v, log_decay, beta
 
@@ -69,15 +66,12 @@ def _convolved(x_GK, a_1, a_2, a_3, weight, past, channel_GK, there_GK, D: tl.co
     return z_GK * tl.rsqrt(tl.sum(z_GK * z_GK, 1) + EPSILON * EPSILON)[:, None]
 
 
-@triton.jit(do_not_specialize=["bytes", "share"])
+@triton.jit
 def _heads(
     projected, x, q_weight, k_weight, q_past, q_segment, k_past, k_segment, bias, q, k, v, log_decay, beta, bound, epsilon,
-    ahead, bytes, share,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
-    W: tl.constexpr, PARTS: tl.constexpr, EPSILON: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    W: tl.constexpr, PARTS: tl.constexpr, EPSILON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD:
-        prefetch_share(ahead, bytes, share)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

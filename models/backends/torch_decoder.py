@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,14 +101,13 @@ class Decoder:
 
     def _short_blocks(self, params: Mapping[str, torch.Tensor]) -> dict[int, short.Block]:
         """The blocks that go as a few kernels, by the identity of their first parameter."""
-        dtype, found, following = self.params["embedding"].dtype, {}, None
-        for index, layer in reversed([*enumerate(self.model.layers)]):
+        dtype, found = self.params["embedding"].dtype, {}
+        for index, layer in enumerate(self.model.layers):
             if short.suits(layer, self.device.type, dtype):
                 before = f"blocks.{index}."
                 p = {name.removeprefix(before): value.detach() for name, value in params.items() if name.startswith(before)}
-                block = found[id(self.params[f"{before}mixer_norm"])] = replace(short.Block.of(layer, p, dtype), following=following)
-                following = block.projections
-        return dict(reversed(found.items()))
+                found[id(self.params[f"{before}mixer_norm"])] = short.Block.of(layer, p, dtype)
+        return found
 
     def _short_block(self, layer: Layer, p: Mapping[str, torch.Tensor], x_BD: torch.Tensor, state: State, segments: None) -> tuple:
         return self._short[id(p["mixer_norm"])](x_BD, state)

@@ -26,8 +26,6 @@ from models.layers.layer import Layer, State
 from models.layers.mesa import Mesa
 
 Array = torch.Tensor
-AHEAD = 32
-"""Sequences up to which weights are asked for ahead: those behind a layer's step while it runs, the next block's while this one ends."""
 PARTS = 3
 """bfloat16 parts of a gate's float32 weight: their sum is exact."""
 
@@ -49,12 +47,9 @@ class Block:
     convolutions: tuple[Array, Array]
     bias: Array
     operands: tuple[Array, ...]
-    behind: Array
     out: Array
     branches: Array
     down: Array
-    following: Array | None = None
-    """What is read after this block."""
 
     @classmethod
     def of(cls, layer: Any, p: Mapping[str, Array], dtype: torch.dtype) -> Block:
@@ -65,17 +60,15 @@ class Block:
         parts = ops.parts(gates, PARTS) if dtype == torch.bfloat16 else [gates]
         branches = torch.cat([p["mlp.gate"], p["mlp.up"]], 1).float() * p["mlp_norm"].float()[:, None]
         given = {name: gates.new_zeros((1, 1, layer.heads)) for name in layer.gates}
-        weights = (mixer["out"] * mixer["norm"].reshape(-1, 1), branches, p["mlp.down"])
-        behind = torch.cat([_rounded(weight, dtype).reshape(-1) for weight in weights])
-        each = behind.split([weight.numel() for weight in weights])
         return cls(
             layer,
             _rounded(torch.cat([*(mixer[name] * norm for name in ("q", "k", "v")), *parts], 1), dtype),
             (mixer["q_conv"].to(dtype).contiguous(), mixer["k_conv"].to(dtype).contiguous()),
             torch.stack([mixer[f"{name}_bias"] for name in layer.gates]),
             tuple(layer.operands(mixer, given, norm, ops=ops)[2:]),
-            behind,
-            *(one.reshape(weight.shape[::-1]) for one, weight in zip(each, weights, strict=True)),
+            _rounded(mixer["out"] * mixer["norm"].reshape(-1, 1), dtype),
+            _rounded(branches, dtype),
+            _rounded(p["mlp.down"].float(), dtype),
         )
 
     def __call__(self, x_BD: Array, state: State) -> tuple[Array, State, dict[str, Array]]:
@@ -83,12 +76,12 @@ class Block:
         from kernels import rows
         from kernels.convolution import one_token as convolution
 
-        layer, few = self.layer, len(x_BD) <= AHEAD
+        layer = self.layer
         projected = rows.product(x_BD, self.projections, wide=True)
         with launch.chained():
             q, k, v, *gates = convolution.heads(
                 projected, x_BD, self.convolutions, (state["q_conv"], state["k_conv"]), self.bias, H=layer.heads, K=layer.key_size, V=layer.value_size,
-                bound=getattr(layer, "forget_bound", 1.0), epsilon=NORM_EPSILON, ahead=self.behind if few else None,
+                bound=getattr(layer, "forget_bound", 1.0), epsilon=NORM_EPSILON,
             )  # fmt: skip
             if isinstance(layer, Mesa):
                 o_BHV, memory, _ = layer.one_token(
@@ -98,7 +91,7 @@ class Block:
                 o_BHV, memory = layer.one_token(q, k, v, *gates, state=state["memory"])
                 o_BHV = rows.unit_groups(o_BHV, layer.norm_epsilon)
         x_BD = rows.product(o_BHV.flatten(1), self.out, add_to=x_BD)
-        hidden = rows.gated(rows.product(x_BD, self.branches), x_BD, NORM_EPSILON, ahead=self.following if few else None)
+        hidden = rows.gated(rows.product(x_BD, self.branches), x_BD, NORM_EPSILON)
         return rows.product(hidden, self.down, add_to=x_BD), {**state, "memory": memory}, {}
 
 

@@ -158,9 +158,11 @@ def test_one_tokens_kernels_compile_for_hopper(
         linear_step(q, k, v, decay, beta)
         x, past = torch.empty(B, D, dtype=dtype), State(torch.empty(B, 3, D, dtype=dtype), torch.empty(B, dtype=torch.int32))
         weight = torch.empty(4, D, dtype=dtype)
-        one_token.heads(torch.empty(B, 3 * D + 72), x, (weight, weight), (past, past), torch.empty(2, H), H=H, K=K, V=K, bound=0.99, epsilon=1e-6, ahead=weight)
+        one_token.heads(
+            torch.empty(B, 3 * D + 72), x, (weight, weight), (past, past), torch.empty(2, H), H=H, K=K, V=K, bound=0.99, epsilon=1e-6
+        )
         rows.unit_groups(v, 1e-6)
-        rows.gated(torch.empty(B, 6 * D, dtype=dtype), x, 1e-6, ahead=weight)
+        rows.gated(torch.empty(B, 6 * D, dtype=dtype), x, 1e-6)
         rows.capped(torch.empty(B, 50257), x, 1e-6, 30.0)
     assert len(seen) == 6
     for launched in seen:
