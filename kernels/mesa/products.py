@@ -52,6 +52,23 @@ def product(a, b, b_low, sum, MODE: tl.constexpr):
 
 
 @triton.jit
+def halves(x, dtype: tl.constexpr, MODE: tl.constexpr):
+    """(high, low) of x as operands of split products; x itself twice for "exact"."""
+    if MODE == "exact":
+        return x, x
+    else:
+        high = x.to(dtype)
+        return high, low_part(x, high)
+
+
+@triton.jit
+def times_halves(high, low, b, b_low, sum, MODE: tl.constexpr):
+    """sum + (high + low) b, b with a low part or (None) exact."""
+    sum = product(high, b, b_low, sum, MODE)
+    return sum if MODE == "exact" else product(low, b, None, sum, "half")
+
+
+@triton.jit
 def settled(x):
     """x, as a product leaves its result: through one that adds 0. What follows from it stays there, and is not made anew in other layouts."""
     left, right = tl.zeros((x.shape[0], 16), tl.float16), tl.zeros((16, x.shape[1]), tl.float16)

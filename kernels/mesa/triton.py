@@ -1,9 +1,9 @@
-"""Mesa in Triton: a walk for [G | H] at the chunks' starts (`walks.py`), then every chunk's solve and read-out by itself (`solve.py`);
-backward one more solve, a walk the other way, and the chunks' gradients (`inside.py`).
+"""Mesa in Triton: a walk for [G | H] at the chunks' starts (`walks.py`), then every chunk's solve (`solve.py`) and read-out (`check.py`) by
+itself; backward one more solve, a walk the other way, and the chunks' gradients (`inside.py`).
 
-Products (`products.py`): of float32 inputs in float32. Of bfloat16 inputs in float16, refined where they do not reach (`precision="auto"`),
-or in high and low parts throughout (`precision="split"`). Gradients of heads in which no token was refined, forward or backward, are of single
-bfloat16 products.
+Products (`products.py`): of float32 inputs in float32. Of bfloat16 inputs in float16, with a second solve for the residual where that is too large
+(`precision="auto"`), or in high and low parts throughout (`precision="split"`). Gradients of heads in which no chunk needed it, forward or
+backward, are of single bfloat16 products.
 
 Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, N chunks, M = N B H.
 """
@@ -17,13 +17,14 @@ from kernels import arrays
 from kernels.launch import divide_up, launch
 from kernels.linear_attention import triton as linear
 from kernels.linear_attention.walks import gates
+from kernels.mesa import check as checker
 from kernels.mesa import chunked, inside, walks
 from kernels.mesa import solve as solver
 from kernels.mesa.reference import State
 
 Array = Any  # torch.Tensor
 
-# Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was refined, with as many columns at the chunks' ends.
+# Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was solved twice, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
     "refine": {
         "starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 2), "right_side": (64, 4, 2),
@@ -42,7 +43,7 @@ CONFIGURATIONS = {
 LIMIT = 255
 """All registers that a thread can have: unless told, ptxas 13.1 gives 32 to kernels that need more, and spills the rest."""
 BOUND = 1.25e-3
-"""A token of true residual above this (of a right-hand side of norm 1) is refined."""
+"""A chunk with a token of true residual above this (of a right-hand side of norm 1) is solved once more."""
 
 
 def mesa(q, k, v, log_decay, beta, lam, *, precision: str = "auto", **options: Any) -> tuple[Array, State, dict[str, Array]]:
@@ -97,9 +98,9 @@ def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
 
 
 def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, v, given, steps, eps, criterion, start, chunk, mode):
-    """(x, steps taken, residual, which chunks were refined) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
+    """(x, steps taken, residual, which chunks were solved twice) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
     x0: `given` is `since`, the residual that part of log decay's gradient which is read from the chunk's start, and chunks `known` to be hard
-    are refined in any case. See `solver.check`."""
+    are in any case. See `check.check`."""
     B, T, H, K = keys.shape
     M, V, back = high.shape[0], high.shape[2] - K, x0 is not None
     shape = {"K": K, "V": V, "C": chunk, "BK": tile(K)}
@@ -119,7 +120,7 @@ def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, know
     def check(part: str) -> None:
         columns, warps, stages = CONFIGURATIONS[mode]["check"]
         launch(
-            solver.check, (M,), rhs, keys, sizes, x0, v, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
+            checker.check, (M,), rhs, keys, sizes, x0, v, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
             *((None, None, given, residual) if back else (given, residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
             MODE="exact" if mode == "exact" else "split", BACK=back, PART=part,
             warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
@@ -164,7 +165,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
     tiles = divide_up(V, columns) + divide_up(K, columns)
     dthrough, dS = new((M, tiles, tile(K))), new(S_BHKX.shape)
-    # Heads of which no chunk was refined have no use for low parts.
+    # Heads of which no chunk was solved twice have no use for low parts.
     passes = [("all", mode, x, back)] if mode != "refine" else [("easy", "half", short, dq), ("hard", "split", x, back)]
     hard = None if mode != "refine" else torch.maximum(flag, again).reshape(N, B * H).amax(0)
     for heads, taken, x, back in passes:
