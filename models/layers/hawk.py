@@ -16,6 +16,7 @@ import numpy as np
 from kernels import rg_lru as kernel
 from kernels import segmentation
 from kernels.convolution import short_convolution
+from kernels.lru_input import lru_input
 from models.layers.layer import TRAINING, Array, Layer, State, linear, precise, product
 from models.parameters import Parameter, Table, normal, residual, zeros
 
@@ -26,15 +27,9 @@ def decay_parameter(random: np.random.Generator, shape: tuple[int, ...], blocks:
     return np.log(np.expm1(rate)).astype(np.float32)
 
 
-RATE = 8
+RATE = 8.0
 STEEPEST = 1000.0
 """Bound on the derivative of sqrt(1 - a^2) with respect to a^2, as RecurrentGemma has it."""
-
-
-def bounded_sqrt(x: Array, *, ops: ModuleType) -> Array:
-    """sqrt(x), its derivative 1 / sqrt(4 x) at most STEEPEST."""
-    slope = ops.stop_gradient(ops.rsqrt(ops.maximum(4 * x, STEEPEST**-2)))
-    return ops.stop_gradient(ops.sqrt(ops.maximum(x, 0.0)) - slope * x) + slope * x
 
 
 def first_tokens(x_BTD: Array, state: kernel.State | None, segments: Array | None, *, ops: ModuleType) -> Array:
@@ -91,7 +86,6 @@ class Hawk(Layer):
     ) -> tuple[Array, State]:  # fmt: skip
         """See Layer.forward. State: the convolution's ("conv") and the recurrence's ("memory")."""
         gate_BTL, u_BTL, log_a_BTL, after = self._inputs(p, x_BTD, state, segments, ops=ops)
-        u_BTL = ops.cast(u_BTL, x_BTD.dtype)  # as RecurrentGemma has it: half the bytes through the recurrence
         h_BTL, after["memory"] = kernel.rg_lru(u_BTL, log_a_BTL, state=(state or {}).get("memory"), segments=segments)
         return linear(h_BTL * gate_BTL, p["out"], p["out_bias"], ops=ops), after
 
@@ -104,24 +98,22 @@ class Hawk(Layer):
     def _inputs(
         self, p: dict[str, Array], x_BTD: Array, state: State | None, segments: Array | None, *, ops: ModuleType
     ) -> tuple[Array, Array, Array, State]:
-        """The GELU branch, what the recurrence adds and its log decay (both float32), and the convolution's next state."""
+        """The GELU branch, what the recurrence adds in x's dtype (as RecurrentGemma has it: half the bytes) and its log decay in float32, and the
+        convolution's next state."""
         state = state or {}
         gate_BTL = ops.gelu(linear(x_BTD, p["y"], p["y_bias"], ops=ops))
         u_BTL = linear(x_BTD, p["x"], p["x_bias"], ops=ops)
         u_BTL, conv = short_convolution(u_BTL, p["conv"], p["conv_bias"], state=state.get("conv"), segments=segments)
-        r_BTL, i_BTL = (ops.sigmoid(self._block_diagonal(u_BTL, p[name], p[f"{name}_bias"], ops=ops)) for name in ("forget", "input"))
-        u_BTL = precise(u_BTL, ops=ops)
-        log_a_BTL = -RATE * r_BTL * ops.softplus(precise(p["decay"], ops=ops))
-        new_BTL = bounded_sqrt(-ops.expm1(2 * log_a_BTL), ops=ops)
-        new_BTL = ops.where(first_tokens(x_BTD, state.get("memory"), segments, ops=ops)[..., None], 1.0, new_BTL)
-        return gate_BTL, new_BTL * i_BTL * u_BTL, log_a_BTL, {"conv": conv}
+        forget_HBTJ, input_HBTJ = (self._block_diagonal(u_BTL, p[name], ops=ops) for name in ("forget", "input"))
+        steps_L = ops.softplus(precise(p["decay"], ops=ops))
+        first_BT = first_tokens(x_BTD, state.get("memory"), segments, ops=ops)
+        given = (u_BTL, forget_HBTJ, input_HBTJ, p["forget_bias"], p["input_bias"], steps_L, first_BT)
+        return gate_BTL, *lru_input(*given, rate=RATE, steepest=STEEPEST), {"conv": conv}
 
-    def _block_diagonal(self, u_BTL: Array, weight_HIJ: Array, bias_L: Array, *, ops: ModuleType) -> Array:
-        """Each of H blocks of channels through its own square matrix, in u's dtype; then the bias, in float32."""
+    def _block_diagonal(self, u_BTL: Array, weight_HIJ: Array, *, ops: ModuleType) -> Array:
+        """Each of H blocks of channels through its own square matrix, in u's dtype: [H, B, T, J]."""
         u_BTHI = u_BTL.reshape(*u_BTL.shape[:2], self.heads, -1)
-        y_BTHJ = ops.einsum("bthi,hij->bthj", u_BTHI, ops.cast(weight_HIJ, u_BTL.dtype))
-        y_BTL = precise(y_BTHJ.reshape(u_BTL.shape), ops=ops)
-        return y_BTL + ops.cast(bias_L, y_BTL.dtype)
+        return ops.einsum("bthi,hij->hbtj", u_BTHI, ops.cast(weight_HIJ, u_BTL.dtype))
 
     def flops(self, length: int, *, steps: float | None = None, training: bool = False) -> float:
         """Three linear maps, convolution, block-diagonal gates; the recurrence itself is one multiply-add an element."""

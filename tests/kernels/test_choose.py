@@ -35,7 +35,9 @@ def test_every_operation_chooses_on_the_cpu_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for operation in kernels.OPERATIONS:
-            assert kernels.choose(operation, SHAPE, "float32", "cpu") == ("library" if operation in ("attention", "rope") else "chunked")
+            assert kernels.choose(operation, SHAPE, "float32", "cpu") == (
+                "library" if operation in ("attention", "lru_input", "rope") else "chunked"
+            )
 
 
 def test_the_environment_overrides(monkeypatch):
