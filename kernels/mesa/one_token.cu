@@ -70,10 +70,10 @@ DEVICE float times(const float4 (&h)[ROWS], float x, float* vector, int at, int 
   return own(y, group);
 }
 
+// Nothing is __restrict__: what is, may be read before the kernel before has ended.
 extern "C" __global__ void __launch_bounds__(128, PROGRAMS)
-mesa_step(const number* __restrict__ q, const number* __restrict__ k, const number* __restrict__ v, const float* __restrict__ log_decay,
-     const float* __restrict__ beta, const float* __restrict__ sign, const float* __restrict__ lam, const float* G, const float* S,
-     const int* __restrict__ segment, const int* last, number* o, float* G_end, float* S_end, int* last_end, int* taken, float* residual, int heads,
+mesa_step(const number* q, const number* k, const number* v, const float* log_decay, const float* beta, const float* sign, const float* lam,
+     const float* G, const float* S, const int* segment, const int* last, number* o, float* G_end, float* S_end, int* last_end, int* taken, float* residual, int heads,
      int steps, float eps, int both, int start, float norm_epsilon) {
   float4* shared_G = memory;                         // [128 rows, 32]
   float* vectors = (float*)(memory + K * K / 4);     // p, then x; k; sums
