@@ -4,7 +4,7 @@
     both branches | SiLU and their product | down and sum
 
 What a block is, `Model.block` and the layers say; here is how few kernels it takes where every one is short. Norms' weights are multiplied into the weights
-behind them before these are rounded, and what a norm divides a row by follows the product.
+behind them before these are rounded, and what a norm divides a row by follows the product. Such weights are a second copy: prompts go through `Model.block`.
 
 Shapes: B batch, D width, H heads, K key size, V value size; a weight is [outputs, inputs].
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import kernels
 from kernels import launch
 from kernels.arrays import torch as ops
 from kernels.head_loss import SOFT_CAP
@@ -26,13 +27,18 @@ from models.layers.layer import Layer, State
 from models.layers.mesa import Mesa
 
 Array = torch.Tensor
+OPERATIONS = {GLA: "linear_attention", Mesa: "mesa"}
 PARTS = 3
 """bfloat16 parts of a gate's float32 weight: their sum is exact."""
 
 
 def suits(layer: Layer, device: str, dtype: torch.dtype) -> bool:
     """Whether a block of such a layer has these kernels."""
-    if type(layer) not in (GLA, Mesa) or launch.refusal({}, str(dtype).removeprefix("torch."), device) is not None:
+    operation, name = OPERATIONS.get(type(layer)), str(dtype).removeprefix("torch.")
+    if operation is None or launch.refusal({}, name, device) is not None:
+        return False
+    sizes = {"B": 1, "T": 1, "H": layer.heads, "K": layer.key_size, "V": layer.value_size}
+    if kernels.choose(operation, sizes, name, device) != "triton":
         return False
     plain = not (layer.convolve_values or layer.skip or layer.output_gate) and layer.forget_gate == "sigmoid"
     return plain and layer.convolution <= 4 and max(layer.key_size, layer.value_size) <= 256
