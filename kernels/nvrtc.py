@@ -127,9 +127,11 @@ def _loaded(source: Path, name: str, device: int, shared: int, constants: tuple[
     return function
 
 
-def text(source: Path) -> str:
-    """A kernel's source as it is compiled: what the card has to offer, then the kernel."""
-    return (source.parent / "card.cuh").read_text() + source.read_text()
+def text(source: Path, card: Path | None = None) -> str:
+    """A kernel's source as it is compiled: what the card has to offer (`card`, or `card.cuh` beside it), the folder's other headers, the kernel."""
+    card = card or source.parent / "card.cuh"
+    headers = sorted(path for path in source.parent.glob("*.cuh") if path.name != "card.cuh")
+    return "\n".join(path.read_text() for path in (card, *headers, source))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import kernels
 from kernels import arrays, launch, mosaic, shapes
-from kernels.palimpsa import chunked, reference
+from kernels.palimpsa import chunked, cuda, reference
 from kernels.palimpsa.reference import State
 
 __all__ = ["State", "palimpsa", "step"]
@@ -29,7 +29,7 @@ def _triton(*arguments: Any, **options: Any) -> tuple[Array, State]:
 
 ARRAY_FORMS = {"chunked": chunked.palimpsa, "reference": reference.palimpsa}
 IMPLEMENTATIONS = {**ARRAY_FORMS, "triton": _triton, "pallas": mosaic.implementation("palimpsa")}
-FUSED = {"triton": launch.refusal, "pallas": mosaic.refusal}
+FUSED = {"triton": cuda.refusal, "pallas": mosaic.refusal}
 kernels.offer("palimpsa", {**dict.fromkeys(ARRAY_FORMS), **FUSED})
 
 

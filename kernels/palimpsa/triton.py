@@ -1,20 +1,23 @@
-"""Palimpsa in Triton, exact: a thread owns an entry of the state and goes through a block's tokens in registers.
+"""Palimpsa for NVIDIA GPUs, exact: a thread owns an entry of the state and goes through a block's tokens in registers.
 
-States are stored at the starts of chunks of C tokens only. Forward all chunks run at once; a thread has one value, its v and beta of all the
-chunk's tokens in registers, and takes one key after another. Backward goes through blocks of S tokens from the last to the first, with P
+float32 is Triton, here; bfloat16, where time counts, is CUDA C (`cuda.py`), which says what lies in registers and what in shared memory. What is
+said here holds for both, but for what is marked.
+
+States are stored at the starts of chunks of C tokens only. Forward (float32) all chunks run at once; a thread has one value, its v and beta of all
+the chunk's tokens in registers, and takes one key after another. Backward goes through blocks of S tokens from the last to the first, with P
 and Q, the gradients of the states M and J behind the block, in memory; a thread has one value again, rebuilds M and J of the block's tokens
-for one key, and comes back through them:
+for one key (float32), and comes back through them:
 
     r = 1 / (prior + J_t)    X = M_t r    L = do_t r    Z = L X        P <- P + q_t L      Q <- Q - q_t Z
     dq_t = sum_v X do_t      dk_t = sum_v P v_t + 2 k_t sum_v Q beta_t      dv_t = sum_k k_t P      dbeta_t = sum_k k_t^2 Q
     dlog_decay_t = exp(log_decay_t) sum_kv (M_{t-1} P + J_{t-1} Q)          dprior = -sum_t,kv q_t Z
 
 dv and dbeta stay in registers over all keys; dq and dk are summed over a warp's values for each key and token. What all threads of a warp
-need of a key, k and q of the block's tokens, its threads fetch one number each, a key ahead, and tell each other (`_of`).
+need of a key, k and q of the block's tokens, its threads fetch one number each, a key ahead, and tell each other (`_of`, float32).
 With c_t the decay from a block's start, the recursions are of M / c, J / c, c P and c Q, so that no token multiplies a state by its decay:
 v, beta and prior are divided by c_t instead. Where c_t would fall below exp(DEEP), the state is dropped, or a row begins, the states take c_t
 upon them and c is 1 again from there: a token never knows what comes after it, nor what a state held that it does not go on with.
-bfloat16: the states at the starts of chunks are products of rounded operands, the sums over values are tf32; all else is float32.
+In bfloat16 dq and dk are summed in tf32; all else is float32.
 
 Shapes: B batch, T time, H heads, K key size, V value size, N chunks, C chunk length, S tokens of a block; tensors [W, 32] and [KG, 32]
 have a row for each warp, so that each thread has one number: forward W groups of 32 values, backward KG groups of keys.
@@ -27,12 +30,12 @@ import triton
 import triton.language as tl
 
 from kernels import arrays, launch
-from kernels.palimpsa import chunked
+from kernels.palimpsa import chunked, cuda
 from kernels.palimpsa.reference import State
 from kernels.tiles import GONE, decay_sums
 
-C, S = 32, 16
-DEEP = tl.constexpr(-10.0)
+C, S = 32, cuda.S
+DEEP = -10.0
 """Log decay down to which states are scaled: exp(10) costs no more than a digit of float32."""
 WARPS = 4
 """Of a program of the backward pass: so many groups of keys, one value a thread."""
@@ -139,7 +142,7 @@ def _begin(
 
 @triton.jit
 def spread_kernel(
-    q, k, log_decay, prior, numbers, gates, T, BLOCKS, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+    q, k, log_decay, prior, numbers, gates, T, BLOCKS, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, DEEP: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q), S] and gates [B H, BLOCKS, (1 / c, taken, prior / c, rest), S].
 
@@ -150,10 +153,13 @@ def spread_kernel(
     in_S = block * S + slot < T
     row_S = bh // H * T * H + bh % H + (block * S + slot).to(tl.int64) * H
     place_KS, in_KS = row_S[None, :] * K + k_K[:, None], in_S[None, :] & (k_K < K)[:, None]
-    numbers += (bh * BLOCKS + block) * K * 2 * S
-    to_KS, in_K = k_K[:, None] * 2 * S + slot[None, :], (k_K < K)[:, None]
-    tl.store(numbers + to_KS, tl.load(k + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
-    tl.store(numbers + to_KS + S, tl.load(q + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
+    numbers += (bh * BLOCKS + block) * K * NUMBERS * S
+    to_KS, in_K = k_K[:, None] * NUMBERS * S + slot[None, :], (k_K < K)[:, None]
+    k_KS = tl.load(k + place_KS, mask=in_KS, other=0.0).to(tl.float32)
+    tl.store(numbers + to_KS, k_KS, mask=in_K)
+    if NUMBERS == 3:
+        tl.store(numbers + to_KS + S, 0.5 * k_KS * k_KS, mask=in_K)
+    tl.store(numbers + to_KS + (NUMBERS - 1) * S, tl.load(q + place_KS, mask=in_KS, other=0.0).to(tl.float32), mask=in_K)
     log_decay_S = tl.load(log_decay + row_S, mask=in_S, other=0.0)
     sum_S, taken_S = tl.zeros([S], tl.float32), tl.full([S], 1.0, tl.float32)
     log_c, any_taken = 0.0, 0.0
@@ -260,35 +266,11 @@ def _fold(a, b, lane, BIT: tl.constexpr):
 
 
 @triton.jit
-def _add_rows(sums, a, b_0, b_1, INTERPRETED: tl.constexpr):
-    """Four registers summed over each four neighbouring threads by tensor cores (tf32), which also gather the sums of 16: thread 4 g + c
-    gets, over the threads 4 g to 4 g + 3, those of the four registers that were given with columns 2 c and 2 c + 1, in the order 0, 2, 1, 3.
-
-    To them a register is eight rows of four numbers, two lie beside two others, and b_0, b_1 say which columns of the product rows' sums are.
-    """
-    a = (a[0].to(tl.int32, bitcast=True), a[1].to(tl.int32, bitcast=True), a[2].to(tl.int32, bitcast=True), a[3].to(tl.int32, bitcast=True))
-    return tl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b_0, b_1, sums[0], sums[1], sums[2], sums[3]],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _chosen(lane, COLUMN: tl.constexpr):
-    """The right operand of `_add_rows`: what it adds goes to this column."""
-    return tl.where((lane >> 2) == COLUMN, 1.0, 0.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def _block(
     numbers, decays, priors, M_at, J_at, P, Q, shares, v_S, beta_S, do_S, place, in_W, key, lane, K: tl.constexpr, V: tl.constexpr,
-    S: tl.constexpr, KG: tl.constexpr, TAKEN: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
+    S: tl.constexpr, KG: tl.constexpr, TAKEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """dv, dbeta and dlog_decay of each token and dprior, as far as they are of this thread's value and keys. dq and dk go to shares.
-
-    EXACT: sums over values in float32. Else tf32, and dprior times the prior, which is at hand.
-    """
+    """dv, dbeta and dlog_decay of each token and dprior, as far as they are of this thread's value and keys. dq and dk go to shares."""
     KEYS: tl.constexpr = (K + KG - 1) // KG
     zero = tl.zeros(in_W.shape, tl.float32)
     dv_S, dbeta_S, dlog_decay_S = (), (), ()
@@ -320,59 +302,36 @@ def _block(
             M_S, J_S = M_S + (M,), J_S + (J,)
         dv_new, dbeta_new, dlog_decay_new = (), (), ()
         dq_S, dk_S = (), ()
-        dq_sum, dk_sum = (zero, zero, zero, zero), (zero, zero, zero, zero)
-        for back in tl.static_range(4, S + 1, 4):
-            dq_4, dk_4 = (), ()
-            for u in tl.static_range(1, 5):
-                k_t, q_t = _of(kq, S - back + 4 - u), _of(kq, 2 * S - back + 4 - u)
-                prior_t = _of(priors, S - back + 4 - u)
-                r = _reciprocal(J_S[S - back + 5 - u] + prior_t, INTERPRETED)
-                X = M_S[S - back + 5 - u] * r
-                L = do_S[S - back + 4 - u] * r
-                qZ = q_t * (L * X)
-                P_e += q_t * L
-                Q_e -= qZ
-                if EXACT:
-                    dprior -= _of(decays, S - back + 4 - u) * qZ
-                else:
-                    dprior -= prior_t * qZ
-                kQ = k_t * Q_e
-                dv_new = (dv_S[S - back + 4 - u] + k_t * P_e,) + dv_new
-                dbeta_new = (dbeta_S[S - back + 4 - u] + k_t * kQ,) + dbeta_new
-                dq_4, dk_4 = (
-                    (X * do_S[S - back + 4 - u],) + dq_4,
-                    (P_e * v_S[S - back + 4 - u] + (2.0 * kQ) * beta_S[S - back + 4 - u],) + dk_4,
-                )
-                if TAKEN:
-                    decay_t = _of(decays, 2 * S - back + 4 - u)
-                    P_e, Q_e = _decayed(P_e, decay_t), _decayed(Q_e, decay_t)
-                dlog_decay_new = (
-                    (dlog_decay_S[S - back + 4 - u] + M_S[S - back + 4 - u] * P_e) + J_S[S - back + 4 - u] * Q_e,
-                ) + dlog_decay_new
-            if not EXACT:
-                dq_sum = _add_rows(dq_sum, dq_4, _chosen(lane, (S - back) // 2), _chosen(lane, (S - back) // 2 + 1), INTERPRETED)
-                dk_sum = _add_rows(dk_sum, dk_4, _chosen(lane, (S - back) // 2), _chosen(lane, (S - back) // 2 + 1), INTERPRETED)
-            else:
-                dq_S, dk_S = dq_4 + dq_S, dk_4 + dk_S
+        for back in tl.static_range(1, S + 1):
+            k_t, q_t = _of(kq, S - back), _of(kq, 2 * S - back)
+            r = _reciprocal(J_S[S - back + 1] + _of(priors, S - back), INTERPRETED)
+            X = M_S[S - back + 1] * r
+            L = do_S[S - back] * r
+            qZ = q_t * (L * X)
+            P_e += q_t * L
+            Q_e -= qZ
+            dprior -= _of(decays, S - back) * qZ
+            kQ = k_t * Q_e
+            dv_new = (dv_S[S - back] + k_t * P_e,) + dv_new
+            dbeta_new = (dbeta_S[S - back] + k_t * kQ,) + dbeta_new
+            dq_S = (X * do_S[S - back],) + dq_S
+            dk_S = (P_e * v_S[S - back] + (2.0 * kQ) * beta_S[S - back],) + dk_S
+            if TAKEN:
+                decay_t = _of(decays, 2 * S - back)
+                P_e, Q_e = _decayed(P_e, decay_t), _decayed(Q_e, decay_t)
+            dlog_decay_new = ((dlog_decay_S[S - back] + M_S[S - back] * P_e) + J_S[S - back] * Q_e,) + dlog_decay_new
         dv_S, dbeta_S, dlog_decay_S = dv_new, dbeta_new, dlog_decay_new
         tl.store(P + place, P_e, mask=here)
         tl.store(Q + place, Q_e, mask=here)
-        if not EXACT:
-            folded = ()
-            for j in tl.static_range(4):
-                folded = folded + (_fold(dq_sum[j], dk_sum[j], lane, 16),)
-            total = _fold(_fold(folded[0], folded[1], lane, 8), _fold(folded[2], folded[3], lane, 8), lane, 4)
-        else:
-            folded = ()
-            for j in tl.static_range(S):
-                folded = folded + (_fold(dq_S[j], dk_S[j], lane, 16),)
-            for level in tl.static_range(4):
-                again = ()
-                for j in tl.static_range(8 >> level):
-                    again = again + (_fold(folded[j], folded[j + (8 >> level)], lane, 8 >> level),)
-                folded = again
-            total = folded[0]
-        tl.store(shares + key * 2 * S + lane, total, mask=_inside_of(key, K, KG * KEYS))
+        folded = ()
+        for j in tl.static_range(S):
+            folded = folded + (_fold(dq_S[j], dk_S[j], lane, 16),)
+        for level in tl.static_range(4):
+            again = ()
+            for j in tl.static_range(8 >> level):
+                again = again + (_fold(folded[j], folded[j + (8 >> level)], lane, 8 >> level),)
+            folded = again
+        tl.store(shares + key * 2 * S + lane, folded[0], mask=_inside_of(key, K, KG * KEYS))
         place += V
         key += 1
     return dv_S, dbeta_S, dlog_decay_S, dprior
@@ -388,9 +347,9 @@ def _stacked(x):
 
 @triton.jit
 def gradients_kernel(
-    numbers, gates, k, v, beta, log_decay, prior, M_starts, J_starts, M_block, J_block, do, P, Q, shares, dv, dbeta, dlog_decay, dprior,
+    numbers, gates, k, v, beta, log_decay, M_starts, J_starts, M_block, J_block, do, P, Q, shares, dv, dbeta, dlog_decay, dprior,
     scale, T, N, BLOCKS, BH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
-    KG: tl.constexpr, WK: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr,
+    KG: tl.constexpr, WK: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """All gradients for 32 values, whose share of dq and dk, dlog_decay and dprior it writes.
 
@@ -438,12 +397,12 @@ def gradients_kernel(
         if tl.load(gate + 3 * S) > 0.0:
             dv_S, dbeta_S, dlog_decay_S, dprior_block = _block(
                 block_numbers, decays, priors, M_at, J_at, P, Q, block_shares, v_S, beta_S, do_S, place, in_W, first_key, lane,
-                K, V, S, KG, True, EXACT, INTERPRETED,
+                K, V, S, KG, True, INTERPRETED,
             )  # fmt: skip
         else:
             dv_S, dbeta_S, dlog_decay_S, dprior_block = _block(
                 block_numbers, decays, priors, M_at, J_at, P, Q, block_shares, v_S, beta_S, do_S, place, in_W, first_key, lane,
-                K, V, S, KG, False, EXACT, INTERPRETED,
+                K, V, S, KG, False, INTERPRETED,
             )  # fmt: skip
         dprior_h += dprior_block
         slot = tl.arange(0, S)
@@ -457,24 +416,20 @@ def gradients_kernel(
         dlog_decay_T = tl.sum(tl.sum(_stacked(dlog_decay_S), 1), 0)
         tl.store(dlog_decay + tile.to(tl.int64) * (BH // H) * T * H + rows_S + slot * H, dlog_decay_T, mask=slot < T - t0)
         tl.debug_barrier()  # M_block and J_block are read
-    dprior_h = tl.sum(tl.sum(dprior_h, 1), 0)
-    if not EXACT:
-        dprior_h /= tl.load(prior + bh % H)
-    tl.store(dprior + tile * BH + bh, dprior_h)
+    tl.store(dprior + tile * BH + bh, tl.sum(tl.sum(dprior_h, 1), 0))
 
 
 @triton.jit
 def gather_kernel(
-    shares, dq, dk, T, BLOCKS, BH, TILES, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+    shares, dq, dk, T, BLOCKS, BH, TILES, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """dq, dk [B, T, H, K] of one block: the tiles' shares added."""
     block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, k_K = tl.arange(0, S), tl.arange(0, BK)
     in_K = (k_K < K)[:, None]
-    thread = slot if EXACT else 8 * (slot >> 1 & 1) + 4 * (slot & 1) + (slot >> 2)  # that has its dq, and + 16 its dk
     dq_KS, dk_KS = tl.zeros([BK, S], tl.float32), tl.zeros([BK, S], tl.float32)
     for tile in range(0, TILES):
-        at = shares + ((tile * BH + bh) * BLOCKS + block) * K * 2 * S + k_K[:, None] * 2 * S + thread[None, :]
+        at = shares + ((tile * BH + bh) * BLOCKS + block) * K * 2 * S + k_K[:, None] * 2 * S + slot[None, :]
         dq_KS += tl.load(at, mask=in_K, other=0.0)
         dk_KS += tl.load(at + S, mask=in_K, other=0.0)
     row_S = bh // H * T * H + bh % H + (block * S + slot).to(tl.int64) * H
@@ -491,8 +446,13 @@ def palimpsa(q, k, v, beta, log_decay, prior, *, scale=1.0, state=None, segments
 def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
     q, k, v, beta, log_decay, prior, M, J = (x.contiguous() for x in (q, k, v, beta, log_decay, prior, M, J))
     B, T, H, K, V, N = _sizes(q, v)
-    M_starts, J_starts = (M.new_empty((B, H, N, K, V)) for _ in range(2))
     o, M_last, J_last = torch.empty_like(v), torch.empty_like(M), torch.empty_like(J)
+    if q.dtype == torch.bfloat16:
+        M_starts, J_starts = (M.new_empty((B, H, N + 1, K, V)) for _ in range(2))
+        numbers = _spread(q, k, log_decay, prior, cuda.S, DEEP, cuda.NUMBERS)
+        cuda.outputs(*numbers, v, beta, M, J, M_starts, J_starts, M_last, J_last, o, scale=scale, chunk=C)
+        return (o, M_last, J_last), (M_starts, J_starts)
+    M_starts, J_starts = (M.new_empty((B, H, N, K, V)) for _ in range(2))
     wide, BV = min(32, _power(K)), min(64, _power(V))
     launch.launch(
         starts_kernel, (launch.divide_up(V, BV), launch.divide_up(K, wide), B * H),
@@ -502,7 +462,7 @@ def forward(q, k, v, beta, log_decay, prior, M, J, *, scale):
     warps = 2 if V > 32 else 1
     launch.launch(
         outputs_kernel, (launch.divide_up(V, 32 * warps), N, B * H),
-        *_spread(q, k, log_decay, prior, C), v, beta, M_starts, J_starts, o, scale, T, N,
+        *_spread(q, k, log_decay, prior, C, DEEP), v, beta, M_starts, J_starts, o, scale, T, N,
         H=H, K=K, V=V, C=C, W=warps, INTERPRETED=launch.INTERPRETED, warps=warps, registers=168,
     )  # fmt: skip
     return (o, M_last, J_last), (M_starts, J_starts)
@@ -512,30 +472,49 @@ def backward(inputs, residuals, gradients, *, scale):
     q, k, v, beta, log_decay, prior, *_ = (x.contiguous() for x in inputs)
     do, P, Q = gradients[0].contiguous(), *(torch.empty_like(x).copy_(x) for x in gradients[1:])
     B, T, H, K, V, N = _sizes(q, v)
-    exact = q.dtype != torch.bfloat16
     tiles, blocks = launch.divide_up(V, 32), launch.divide_up(T, S)
     shares, dlog_decay, dprior = P.new_empty((tiles, B * H, blocks, K, 2, S)), P.new_empty((tiles, B, T, H)), P.new_empty((tiles, B, H))
-    dq, dk, dv, dbeta, M_block, J_block = (torch.empty_like(x) for x in (q, k, v, beta, P, Q))
-    launch.launch(
-        gradients_kernel, (tiles, B * H),
-        *_spread(q, k, log_decay, prior, S), k, v, beta, log_decay, prior, *residuals, M_block, J_block, do, P, Q, shares, dv, dbeta,
-        dlog_decay, dprior, scale, T, N, blocks, B * H, H=H, K=K, V=V, C=C, S=S, KG=WARPS,
-        WK=min(64 if q.dtype == torch.bfloat16 else 16, _power(K)), PRECISION=launch.dot_precision(q.dtype),
-        EXACT=exact, INTERPRETED=launch.INTERPRETED, warps=WARPS, stages=1,
-    )  # fmt: skip
-    launch.launch(gather_kernel, (blocks, B * H), shares, dq, dk, T, blocks, B * H, tiles, H=H, K=K, S=S, BK=_power(K), EXACT=exact)
+    dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+    if q.dtype == torch.bfloat16:
+        numbers = _spread(q, k, log_decay, prior, S, cuda.DEEP, cuda.NUMBERS)
+        cuda.gradients(*numbers, v, beta, prior, *residuals, do, P, Q, shares, dv, dbeta, dlog_decay, dprior, scale=scale, chunk=C)
+    else:
+        launch.launch(
+            gradients_kernel, (tiles, B * H),
+            *_spread(q, k, log_decay, prior, S, DEEP), k, v, beta, log_decay, *residuals, torch.empty_like(P), torch.empty_like(Q), do, P, Q, shares,
+            dv, dbeta, dlog_decay, dprior, scale, T, N, blocks, B * H, H=H, K=K, V=V, C=C, S=S, KG=WARPS, WK=16,
+            PRECISION=launch.dot_precision(q.dtype), INTERPRETED=launch.INTERPRETED, warps=WARPS, stages=1,
+        )  # fmt: skip
+    launch.launch(gather_kernel, (blocks, B * H), shares, dq, dk, T, blocks, B * H, tiles, H=H, K=K, S=S, BK=_power(K))
     return dq, dk, dv, dbeta, dlog_decay.sum(0), dprior.sum((0, 1)), P, Q
 
 
 differentiable = arrays.custom_gradient(forward, backward, outputs=3)
 
 
-def _spread(q, k, log_decay, prior, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _spread(q, k, log_decay, prior, tokens: int, deep: float, count: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """numbers, gates: see `spread_kernel`."""
     B, T, H, K = q.shape
     blocks = launch.divide_up(T, tokens)
-    numbers, gates = (prior.new_empty((B * H, blocks, *shape, tokens)) for shape in ((K, 2), (4,)))
-    launch.launch(spread_kernel, (blocks, B * H), q, k, log_decay, prior, numbers, gates, T, blocks, H=H, K=K, S=tokens, BK=_power(K))
+    numbers, gates = (prior.new_empty((B * H, blocks, *shape, tokens)) for shape in ((K, count), (4,)))
+    launch.launch(
+        spread_kernel,
+        (blocks, B * H),
+        q,
+        k,
+        log_decay,
+        prior,
+        numbers,
+        gates,
+        T,
+        blocks,
+        H=H,
+        K=K,
+        S=tokens,
+        BK=_power(K),
+        DEEP=deep,
+        NUMBERS=count,
+    )
     return numbers, gates
 
 

@@ -66,12 +66,8 @@ DEVICE void multiply_add(float (&d)[4], const float (&a)[4], float b0, float b1)
   }
 }
 
-DEVICE void copy(float* to, const float* from) { *to = *from; }
-DEVICE void copy_16(void* to, const void* from, bool there) {
-  there ? memcpy(to, from, 16) : memset(to, 0, 16);
-}
+DEVICE void copy_16(void* to, const void* from, bool is_there) { is_there ? memcpy(to, from, 16) : memset(to, 0, 16); }
 DEVICE void copies_done() {}
-DEVICE void prefetch(const void*) {}
 
 DEVICE float to_float(bfloat16 x) {
   const unsigned bits = (unsigned)x << 16;
