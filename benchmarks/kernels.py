@@ -143,7 +143,7 @@ def _solved_twice(launches: list[launch.Launch]) -> float | None:
 
     checks = [x for x in launches if x.constants.get("PART") == "first"]
     flags = [dict(zip(x.kernel.arg_names, x.arguments, strict=False))["flag"] for x in checks]
-    return float(torch.cat(flags).float().mean()) if flags else None
+    return float((torch.cat(flags) & 1).float().mean()) if flags else None
 
 
 def _both(call: Callable[..., Any], given: Tensors, do: Any) -> tuple[Callable[[], tuple[Any, Any]], Tensors]:

@@ -16,6 +16,7 @@ from kernels.mesa.system import place, place_of_keys, system
 
 STEPS = tl.constexpr(8)  # that must be left to a token, or it is not solved for again
 SLACK, CAP = tl.constexpr(8), tl.constexpr(3)  # backward: see `reached`
+FAINT = tl.constexpr(0.25)  # of what random keys would read of x
 MARGIN = tl.constexpr(16)  # by which a correction goes below what is asked: a wrong solution can be several times too long
 
 
@@ -104,9 +105,9 @@ def check(
 
     Forward: residual [B, T, H], output [B, T, H, V] = G^T x. BACK, with the forward solution x0: reading [B, T, H] = since - x0 . start (x H), the gradient of log decay
     from the chunk's start, since being what G gave to it.
-    PART: "only"; or "first", with flag [M], whether a token's is too large or the chunk `known` to be hard; then, of chunks that are flagged, "left":
-    left [B, T, H, K], what is left of rhs over its norm, and goal [B, T, H], what to bring it down to, 0 for tokens of which enough is done;
-    and "last".
+    PART: "only"; or "first", with flag [M], 1 where a token's is too large or the chunk `known` to be so, and 2 more (forward) where the chunk's keys
+    read so little of x that its rounding would be seen in gradients; then, of chunks flagged with 1, "left": left [B, T, H, K], what is left of rhs
+    over its norm, and goal [B, T, H], what to bring it down to, 0 for tokens of which enough is done; and "last".
     """
     if PART == "only":
         _check(
@@ -116,7 +117,7 @@ def check(
     elif PART == "first":
         hard = False
         if known is not None:
-            hard = tl.load(known + tl.program_id(0)) != 0
+            hard = (tl.load(known + tl.program_id(0)) & 1) != 0
         if hard:
             tl.store(flag + tl.program_id(0), 1)
         else:
@@ -124,7 +125,7 @@ def check(
                 rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, output, residual, since,
                 reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
             )  # fmt: skip
-    elif tl.load(flag + tl.program_id(0)) != 0:
+    elif (tl.load(flag + tl.program_id(0)) & 1) != 0:
         _check(
             rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, left if PART == "left" else None,
             goal, output, residual, since, reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
@@ -141,14 +142,22 @@ def _check(
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     at_CK, real_CK, _, _, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
+    if PART == "first" and not BACK:
+        keys_square = tl.sum(tl.sum(k_CK.to(tl.float32) * k_CK.to(tl.float32), 1), 0)
     weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
     over_C = over(lengths, first_row, row_C, real_C)
     x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
     size_C = row_scales(x_CK, MODE)
     x_CK *= (1 / size_C)[:, None]
-    length_C = tl.sqrt(tl.sum(x_CK * x_CK, 1)) * (size_C * over_C)
+    square_C = tl.sum(x_CK * x_CK, 1)
+    length_C = tl.sqrt(square_C) * (size_C * over_C)
     x_CK, x_low_CK = halves(x_CK, k_CK.dtype, MODE)
-    inside_CC, inside_low_CC = halves(times_halves(x_CK, x_low_CK, tl.trans(k_CK), None, None, MODE) * weight_CC, k_CK.dtype, MODE)
+    inside_CC = times_halves(x_CK, x_low_CK, tl.trans(k_CK), None, None, MODE)
+    faint = 0
+    if PART == "first" and not BACK:
+        random = tl.sum(square_C, 0) * keys_square / K
+        faint = (tl.sum(tl.sum(inside_CC * inside_CC, 1), 0) < random * FAINT).to(tl.int32)
+    inside_CC, inside_low_CC = halves(inside_CC * weight_CC, k_CK.dtype, MODE)
     left_C, read_C = evaluate(
         rhs, keys, x, x0, high, low, left, x_CK, x_low_CK, inside_CC, inside_low_CC, size_C * unit, start_C, over_C, lam + h * K, m,
         first_row, row_C, real_C, K, V, BK, BJ, MODE, BACK and PART != "left",
@@ -160,7 +169,7 @@ def _check(
         again_C = (left_C > reached_C) & (tl.load(taken + first_row + row_C, mask=real_C, other=0) + STEPS <= steps)
         if PART == "first":
             flagged = tl.max(again_C.to(tl.int32), 0)
-            tl.store(flag + m, flagged)
+            tl.store(flag + m, flagged + 2 * faint)
             enough = flagged == 0
         else:
             tl.store(goal + first_row + row_C, tl.where(again_C, reached_C / MARGIN, 0.0), mask=real_C)

@@ -118,14 +118,14 @@ def iterate(
     """solution [B, T, H, K] float32 = A^-1 rhs, short the same in its dtype; taken, asked, lengths [B, T, H]: steps, at what residual a token
     could stop, and the norm of its right-hand side.
 
-    CORRECT, of flagged chunks: rhs is `check`'s `left`, what is found is added to the solution, and asked is `check`'s `goal`.
+    CORRECT, of chunks flagged with 1: rhs is `check`'s `left`, what is found is added to the solution, and asked is `check`'s `goal`.
     """
     if not CORRECT:
         _iterate(
             rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
             K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,
         )  # fmt: skip
-    elif tl.load(flag + tl.program_id(0)) != 0:
+    elif (tl.load(flag + tl.program_id(0)) & 1) != 0:
         _iterate(
             rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
             K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,

@@ -3,7 +3,7 @@ itself; backward one more solve, a walk the other way, and the chunks' gradients
 
 Products (`products.py`): of float32 inputs in float32. Of bfloat16 inputs in float16, with a second solve for the residual where that is too large
 (`precision="auto"`), or in high and low parts throughout (`precision="split"`). Gradients of heads in which no chunk needed it, forward or
-backward, are of single bfloat16 products.
+backward, and keys read enough of the solution, are of single bfloat16 products.
 
 Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, N chunks, M = N B H.
 """
@@ -24,7 +24,7 @@ from kernels.mesa.reference import State
 
 Array = Any  # torch.Tensor
 
-# Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk was solved twice, with as many columns at the chunks' ends.
+# Columns at a time, warps and stages, by MODE; "easy" for heads of which no chunk is flagged, with as many columns at the chunks' ends.
 CONFIGURATIONS = {
     "refine": {
         "starts": (64, 4, 2), "iterate": (0, 4, 1), "check": (32, 4, 2), "right_side": (64, 4, 2),
@@ -98,7 +98,7 @@ def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
 
 
 def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, v, given, steps, eps, criterion, start, chunk, mode):
-    """(x, steps taken, residual, which chunks were solved twice) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
+    """(x, steps taken, residual, `check.check`'s flag) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
     x0: `given` is `since`, the residual that part of log decay's gradient which is read from the chunk's start, and chunks `known` to be hard
     are in any case. See `check.check`."""
     B, T, H, K = keys.shape
@@ -165,7 +165,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     columns, warps, stages = CONFIGURATIONS[mode]["ends"]
     tiles = divide_up(V, columns) + divide_up(K, columns)
     dthrough, dS = new((M, tiles, tile(K))), new(S_BHKX.shape)
-    # Heads of which no chunk was solved twice have no use for low parts.
+    # Heads of which no chunk is flagged have no use for low parts.
     passes = [("all", mode, x, back)] if mode != "refine" else [("easy", "half", short, dq), ("hard", "split", x, back)]
     hard = None if mode != "refine" else torch.maximum(flag, again).reshape(N, B * H).amax(0)
     for heads, taken, x, back in passes:
