@@ -41,6 +41,18 @@ struct Sums {
 
 typedef float PerToken[S];
 
+// Sums over a warp for each token: threads 2 t and 2 t + 1 get a half of token t's, in x[0].
+template <int HALF>
+DEVICE void halve(PerToken& x, int lane) {
+  const bool upper = lane & 2 * HALF;
+#pragma unroll
+  for (int t = 0; t < HALF; t++) {
+    const float kept = upper ? x[t + HALF] : x[t], told = upper ? x[t] : x[t + HALF];
+    x[t] = kept + shuffle_xor(told, 2 * HALF);
+  }
+  if constexpr (HALF > 1) halve<HALF / 2>(x, lane);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gradients(
     const float* __restrict__ numbers, const float* __restrict__ gates, const bfloat16* __restrict__ v, const float* __restrict__ beta,
     const float* __restrict__ prior, const float* __restrict__ M_starts, const float* __restrict__ J_starts,
@@ -78,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gradients(
   };
   auto fetch = [&](int block) {
     float* const to = blocks + block % AT_HAND * BLOCK;
-    copy(to, gates + (int64)block * GATES, GATES);
-    copy(to + GATES, numbers + (int64)block * TABLE, TABLE);
+    copy<GATES>(to, gates + (int64)block * GATES);
+    copy<TABLE>(to + GATES, numbers + (int64)block * TABLE);
     if (WHOLE) {
       const int64 rows = (row + (int64)block * S * H) * V + tile * LANES;
       copy_tokens(to + GATES + TABLE, beta + rows, T - block * S);
@@ -108,15 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gradients(
       dv_at[(group * S + t) * LANES + lane] = dv_S[t];
       dbeta_at[(group * S + t) * LANES + lane] = dbeta_S[t];
     }
-#pragma unroll
-    for (int half = S / 2; half; half /= 2) {  // threads 2 t and 2 t + 1 get a half of token t's sum over all
-      const bool upper = lane & 2 * half;
-#pragma unroll
-      for (int t = 0; t < half; t++) {
-        const float kept = upper ? dlog_decay_S[t + half] : dlog_decay_S[t], told = upper ? dlog_decay_S[t] : dlog_decay_S[t + half];
-        dlog_decay_S[t] = kept + shuffle_xor(told, 2 * half);
-      }
-    }
+    halve<S / 2>(dlog_decay_S, lane);
     const float sum = dlog_decay_S[0] + shuffle_xor(dlog_decay_S[0], 1);
     wait_for_warp();  // its part is read
     if (lane % 2 == 0) part[lane / 2] = sum;
@@ -252,13 +256,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gradients(
       if (!WHOLE)
         states_from(n);
       else
-        for (int i = thread * 4; i < K * LANES; i += THREADS * 4) {
-          const int64 from = (int64)n * (K * V) + i / LANES * V + i % LANES - lane;
-          copy_16(M_at + i, M_starts + from, true);
-          copy_16(J_at + i, J_starts + from, true);
+        SHARED_OUT(i, K * LANES / 4) {
+          const int64 from = (int64)n * (K * V) + i / (LANES / 4) * V + i % (LANES / 4) * 4 - lane;
+          copy_16(M_at + i * 4, M_starts + from, true);
+          copy_16(J_at + i * 4, J_starts + from, true);
         }
     }
-    for (int i = thread; i < S * LANES; i += THREADS) {  // over the groups of keys
+    SHARED_OUT(i, S * LANES) {  // over the groups of keys
       const int t = i / LANES;
       float dv_t = 0.f, dbeta_t = 0.f;
 #pragma unroll

@@ -28,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) outputs(
   }
   auto fetch = [&](int block) {
     float* const to = blocks + block % 2 * BLOCK;
-    copy(to, gates + (int64)block * GATES, GATES);
-    copy(to + GATES, numbers + (int64)block * TABLE, TABLE);
+    copy<GATES>(to, gates + (int64)block * GATES);
+    copy<TABLE>(to + GATES, numbers + (int64)block * TABLE);
     if (WHOLE) {
       const int64 rows = (row + (int64)block * S * H) * V + value - lane;
       copy_tokens(to + GATES + TABLE, beta + rows, T - block * S);
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) outputs(
 #pragma unroll
     for (int t = 0; t < S; t++) table[(group * S + t) * LANES + lane] = o_S[t];
     __syncthreads();
-    for (int i = thread; i < S * LANES; i += THREADS) {
+    SHARED_OUT(i, S * LANES) {
       float sum = 0.f;
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) sum += table[g * S * LANES + i];

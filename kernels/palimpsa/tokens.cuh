@@ -11,15 +11,21 @@ constexpr int GATES = 4 * S;               // [(1 / c, taken, prior / c, rest), 
 
 DEVICE float decayed(float x, float decay) { return decay > 0.f ? decay * x : 0.f; }
 
-DEVICE void copy(float* to, const float* from, int count) {
-  for (int i = threadIdx.x * 4; i < count; i += THREADS * 4) copy_16(to + i, from + i, true);
+// Of COUNT things the program's threads take one after another: a loop whose every step is known.
+#define SHARED_OUT(i, COUNT)                                                              \
+  _Pragma("unroll") for (int step = 0, i = threadIdx.x; step * THREADS < COUNT; step++, i += THREADS) \
+    if ((step + 1) * THREADS <= COUNT || i < COUNT)
+
+template <int COUNT>
+DEVICE void copy(float* to, const float* from) {
+  SHARED_OUT(i, COUNT / 4) copy_16(to + i * 4, from + i * 4, true);
 }
 
 // [S, 32] of rows that lie H V apart; zeros behind the first `there`.
 template <class X>
 DEVICE void copy_tokens(X* to, const X* from, int there) {
   constexpr int AT_ONCE = 16 / sizeof(X), PARTS = LANES / AT_ONCE;
-  for (int i = threadIdx.x; i < S * PARTS; i += THREADS) {
+  SHARED_OUT(i, S * PARTS) {
     const int t = i / PARTS;
     copy_16(to + i * AT_ONCE, from + (t < there ? t * (H * V) : 0) + i % PARTS * AT_ONCE, t < there);
   }
