@@ -9,6 +9,7 @@ import ctypes
 import functools
 import glob
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +35,37 @@ class _Launch(ctypes.Structure):
     ]
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """NVRTC as it is found by name, as torch loads it, or in the package `nvidia` beside it; None where there is none."""
+def _places() -> tuple[str, ...]:
+    """Files that NVRTC may be: of the packages `nvidia`, as torch brings them, of the user's path, of a toolkit."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    for name in NAMES:
-        for path in (name, *(p for folder in folders for p in glob.glob(f"{folder}/*/lib/{name}"))):
-            try:
-                return ctypes.CDLL(path)
-            except OSError:
-                continue
-    return None
+    packages = [] if spec is None else [f"{folder}/*/lib" for folder in spec.submodule_search_locations or ()]
+    folders = [*packages, *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), "/usr/local/cuda/lib64", "/usr/lib/*-linux-gnu"]
+    return tuple(path for name in NAMES for folder in folders for path in glob.glob(f"{folder}/{name}"))
+
+
+PLACES = _places()
+"""Looked for when this is imported, so that torch.compile may trace who asks."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """NVRTC: the one that torch has loaded, or else the first of PLACES."""
+    for path in (*NAMES, *PLACES):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise OSError(refusal() or f"none of {', '.join(PLACES)} can be loaded")
 
 
 def refusal() -> str | None:
     """Why no CUDA C can be compiled here; None where it can."""
-    return None if library() is not None else f"NVRTC is missing ({NAMES[0]}, which torch for CUDA brings; pip install nvidia-cuda-nvrtc)"
+    return None if PLACES else f"NVRTC is missing ({NAMES[0]}, which torch for CUDA brings; pip install nvidia-cuda-nvrtc)"
 
 
 def compiled(source: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> bytes:
     """Machine code of `source` for an architecture ("sm_90"), with constants as macros. RuntimeError with the compiler's words."""
     nvrtc = library()
-    assert nvrtc is not None, refusal()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = [f"--gpu-architecture={architecture}", "--std=c++20", "-default-device", *(f"-D{name}={value}" for name, value in constants)]
     given = (ctypes.c_char_p * len(options))(*(x.encode() for x in options))

@@ -137,7 +137,18 @@ def test_a_document_moves_no_other_and_no_token_an_earlier_one(bfloat16_on_cpu):
     assert torch.equal(o[:, :50], o_late[:, :50]) and not torch.equal(o[:, 50:], o_late[:, 50:])
 
 
-@pytest.mark.skipif(nvrtc.library() is None, reason="for NVRTC (pip install nvidia-cuda-nvrtc)")
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter runs no bfloat16, and is not asked for NVRTC")
+def test_torch_compile_traces_the_choice():
+    def chosen(x):
+        return x if cuda.refusal({"K": 96, "V": 192}, "bfloat16", "cuda") is None else -x
+
+    x = torch.ones(1)
+    assert torch.equal(torch.compile(chosen, fullgraph=True, backend="eager")(x), chosen(x)) and (chosen(x) > 0) == (
+        nvrtc.refusal() is None
+    )
+
+
+@pytest.mark.skipif(nvrtc.refusal() is not None, reason="for NVRTC (pip install nvidia-cuda-nvrtc)")
 @pytest.mark.parametrize("K, V", [(96, 192), (128, 128), (256, 256), (5, 24)])
 def test_it_compiles_for_hopper(monkeypatch, tmp_path, K, V):
     """Within 168 registers a thread; what is spilled is not of the loop over keys."""
