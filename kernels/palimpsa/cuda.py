@@ -13,8 +13,8 @@ from kernels import launch, nvrtc
 S = 16
 """Tokens of a block: as many as a thread's registers hold what the gradients need of."""
 NUMBERS = 3
-DEEP = -4.0
-"""Log decay of a block down to which its gradients take tokens out of the states again: exp(2 x 4) of float32's digits at most, over two blocks."""
+DEEP = -8.0
+"""Log decay of a chunk's two blocks together down to which gradients take tokens out of the states again: exp(8) of float32's digits at most."""
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a processor, and of them for each program
 
 

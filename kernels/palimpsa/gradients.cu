@@ -4,7 +4,7 @@
 // M and J behind a block are there; each token's writing is taken out of them again, and behind a chunk they are fetched, exact. The decay's
 // gradient comes from sums that are at hand: with D = sum_kv M P + J Q behind token t, which scales cancel out of,
 //     D <- D + prior_t sum_kv (Q's change by t) - sum_v (v dv + beta dbeta)     is what it was before t, and t's own.
-// Both subtract, and lose as many digits as the block decays: blocks with strong decays are gone through forth and back instead.
+// Both subtract, and lose as many digits as a chunk decays: blocks with strong decays are gone through forth and back instead.
 
 static_assert(S == 16 && C == 2 * S, "sums over values are laid out for 16 tokens, and a chunk for two blocks");
 constexpr int VALUES = WHOLE ? 2 * S * LANES : 0;  // beta, and v and do in bfloat16

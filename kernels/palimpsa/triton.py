@@ -142,11 +142,14 @@ def _begin(
 
 @triton.jit
 def spread_kernel(
-    q, k, log_decay, prior, numbers, gates, T, BLOCKS, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, DEEP: tl.constexpr, NUMBERS: tl.constexpr,
+    q, k, log_decay, prior, numbers, gates, T, BLOCKS,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, DEEP: tl.constexpr, NUMBERS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q), S] and gates [B H, BLOCKS, (1 / c, taken, prior / c, rest), S].
+    """What all threads of a warp read: numbers [B H, BLOCKS, K, (k, q) or (k, k^2 / 2, q), S] and gates [B H, BLOCKS, 4, S]: 1 / c, taken, prior / c, rest.
 
     taken: by what a token multiplies the states, 1 but where c begins anew. rest: whether one does, and c of the last token.
+    PAIRS: two blocks are a chunk; "whether one does" is then also whether the first, and the second where c is never begun anew, decay by more than
+    exp(DEEP) together.
     """
     block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, k_K = tl.arange(0, S), tl.arange(0, BK)
@@ -163,6 +166,10 @@ def spread_kernel(
     log_decay_S = tl.load(log_decay + row_S, mask=in_S, other=0.0)
     sum_S, taken_S = tl.zeros([S], tl.float32), tl.full([S], 1.0, tl.float32)
     log_c, any_taken = 0.0, 0.0
+    if PAIRS:
+        behind = tl.sum(tl.load(log_decay + row_S + S * H, mask=(block % 2 == 0) & (block * S + S + slot < T), other=0.0), 0)
+        behind = tl.where(behind < DEEP, 0.0, behind)
+        any_taken = tl.where(tl.sum(log_decay_S, 0) + behind < DEEP, 1.0, 0.0)
     for t in tl.static_range(S):
         here = slot == t
         own = tl.sum(tl.where(here, log_decay_S, 0.0), 0)
@@ -476,7 +483,7 @@ def backward(inputs, residuals, gradients, *, scale):
     shares, dlog_decay, dprior = P.new_empty((tiles, B * H, blocks, K, 2, S)), P.new_empty((tiles, B, T, H)), P.new_empty((tiles, B, H))
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     if q.dtype == torch.bfloat16:
-        numbers = _spread(q, k, log_decay, prior, S, cuda.DEEP, cuda.NUMBERS)
+        numbers = _spread(q, k, log_decay, prior, S, cuda.DEEP, cuda.NUMBERS, pairs=True)
         cuda.gradients(*numbers, v, beta, prior, *residuals, do, P, Q, shares, dv, dbeta, dlog_decay, dprior, scale=scale, chunk=C)
     else:
         launch.launch(
@@ -492,29 +499,15 @@ def backward(inputs, residuals, gradients, *, scale):
 differentiable = arrays.custom_gradient(forward, backward, outputs=3)
 
 
-def _spread(q, k, log_decay, prior, tokens: int, deep: float, count: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def _spread(q, k, log_decay, prior, tokens: int, deep: float, count: int = 2, pairs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """numbers, gates: see `spread_kernel`."""
     B, T, H, K = q.shape
     blocks = launch.divide_up(T, tokens)
     numbers, gates = (prior.new_empty((B * H, blocks, *shape, tokens)) for shape in ((K, count), (4,)))
     launch.launch(
-        spread_kernel,
-        (blocks, B * H),
-        q,
-        k,
-        log_decay,
-        prior,
-        numbers,
-        gates,
-        T,
-        blocks,
-        H=H,
-        K=K,
-        S=tokens,
-        BK=_power(K),
-        DEEP=deep,
-        NUMBERS=count,
-    )
+        spread_kernel, (blocks, B * H), q, k, log_decay, prior, numbers, gates, T, blocks,
+        H=H, K=K, S=tokens, BK=_power(K), DEEP=deep, NUMBERS=count, PAIRS=pairs,
+    )  # fmt: skip
     return numbers, gates
 
 
