@@ -1,17 +1,54 @@
-"""What stands between a block's products, one token of every sequence: scaled rows, gated branches, capped logits, each one short Triton kernel.
+"""A block's products and what stands between them, one token of every sequence: scaled rows, gated branches, capped logits, each one short Triton kernel;
+for a few rows in bfloat16, product and all in one kernel of CUDA C (`rows.cu`).
 
 A norm over a whole row is one number a row. It may follow a product instead of standing before it, n(x) W = n (x W), so products take the stream as it is.
 
 Shapes: M rows, D width, J columns.
 """
 
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels import nvrtc
 from kernels.launch import divide_up, early, launch
 
 BLOCK = 1024
+SOURCE = Path(__file__).with_name("rows.cu")
+FEW = 4
+"""Rows that `product_of_few` takes at most: it is right up to 8 and more, and not yet timed beside cuBLAS, whose products for a row or eight of a 1B block take an
+H200 6.3, 5.9, 9.0 and 8.2 us (2.1 TB/s) and leave what stands around them to kernels of their own."""
+
+
+def few(x_MD: torch.Tensor) -> bool:
+    """Whether `product_of_few` takes such rows."""
+    M, D = x_MD.shape
+    return (
+        M <= FEW and x_MD.dtype == torch.bfloat16 and x_MD.is_cuda and D % (32 * _warps(D)) == 0 and D <= 6144 and nvrtc.refusal() is None
+    )
+
+
+def product_of_few(
+    x_MD: torch.Tensor, weight_JD: torch.Tensor, *, epsilon: float | None = None, gated: bool = False, wide: bool = False,
+    add_to: torch.Tensor | None = None, cap: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """n(x) W^T [M, J], bfloat16, wide: float32. epsilon: of the norm n, None for none. gated: SiLU(n(x) W_1^T) * (n(x) W_2^T), the weight's halves.
+    add_to: what it is added to, there. cap: cap tanh(y / cap), 0 for none."""
+    (M, D), J = x_MD.shape, len(weight_JD) // (2 if gated else 1)
+    y_MJ = x_MD.new_empty((M, J), dtype=torch.float32 if wide else x_MD.dtype) if add_to is None else add_to
+    warps, tiles, outputs = _warps(D), divide_up(M, 8), 8 if gated else 16
+    nvrtc.launch(
+        SOURCE, "rows", (divide_up(J, outputs),), 32 * warps, 4 * warps * tiles * 136, x_MD, weight_JD, add_to, y_MJ, M, J, float(epsilon or 0),
+        float(cap or 1), early=early(), INPUTS=D, WARPS=warps, TILES=tiles, GATED=int(gated), NORM=int(epsilon is not None), WIDE=int(wide),
+        CAP=int(cap > 0), EARLY=int(early()),
+    )  # fmt: skip
+    return y_MJ
+
+
+def _warps(D: int) -> int:
+    return 8 if D <= 2048 else 16
 
 
 def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,12 +18,13 @@ from kernels.rows import scale
 
 def heads(
     projected: torch.Tensor, x_BX: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], states: tuple[State, State], bias: torch.Tensor, *,
-    H: int, K: int, V: int, bound: float, epsilon: float,
+    H: int, K: int, V: int, bound: float, epsilon: float, scaled: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """q, k [B, H, K], v [B, H, V] in x's dtype, log_decay and beta [B, H] in float32.
 
     projected [B, D + D + H V + 2 H parts], float32: queries, keys, values, and the gates before their biases, (forget, write) [2, H] once or in several
-    parts to be added up; all of the stream x as it is, to be divided by its root mean square here. weights: of the convolutions on queries and keys,
+    parts to be added up; all of the stream x as it is, to be divided by its root mean square
+    here, or `scaled` already. weights: of the convolutions on queries and keys,
     [W, D]. states: theirs, in place. bias [2, H] float32.
     """
     (B, columns), X = projected.shape, x_BX.shape[1]
@@ -35,7 +36,7 @@ def heads(
     log_decay, beta = new((B, H), dtype=torch.float32), new((B, H), dtype=torch.float32)
     G = 1 if B * H <= 1056 else 4
     launch(
-        _heads, (divide_up(H, G), B), projected, x_BX, *weights, *states[0], *states[1], bias, q, k, v, log_decay, beta, float(bound), float(epsilon),
+        _heads, (divide_up(H, G), B), projected, None if scaled else x_BX, *weights, *states[0], *states[1], bias, q, k, v, log_decay, beta, float(bound), float(epsilon),
         H=H, K=K, V=V, X=X, G=G, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BX=triton.next_power_of_2(X), W=len(weights[0]),
         PARTS=parts, EPSILON=EPSILON, EARLY=early(), warps=G, early=early(),
     )  # fmt: skip
@@ -89,7 +90,9 @@ def _heads(
     q_GK = tl.load(row + channel_GK, mask=there_GK, other=0.0)
     k_GK = tl.load(row + D + channel_GK, mask=there_GK, other=0.0)
     v_GV = tl.load(row + 2 * D + channel_GV, mask=there_GV, other=0.0)
-    factor = scale(tl.load(x + b * X + i_X, mask=i_X < X, other=0.0), X, epsilon)
+    factor = 1.0
+    if x is not None:
+        factor = scale(tl.load(x + b * X + i_X, mask=i_X < X, other=0.0), X, epsilon)
     gate = row + 2 * D + H * V + h_G
     forget_G, write_G = tl.zeros((G,), tl.float32), tl.zeros((G,), tl.float32)
     for part in tl.static_range(PARTS):

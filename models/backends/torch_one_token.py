@@ -3,7 +3,7 @@
     projections and gates | heads: convolutions, unit queries and keys | the layer's step | the heads' norm | output and sum
     both branches | SiLU and their product | down and sum
 
-What a block is, `Model.block` and the layers say; here is how few kernels it takes where every one is short. Norms' weights are multiplied into the weights
+Of a few sequences, products take what stands around them with them: six kernels, and one. What a block is, `Model.block` and the layers say; here is how few kernels it takes where every one is short. Norms' weights are multiplied into the weights
 behind them before these are rounded, and what a norm divides a row by follows the product. Such weights are a second copy: prompts go through `Model.block`.
 
 Shapes: B batch, D width, H heads, K key size, V value size; a weight is [outputs, inputs].
@@ -82,12 +82,15 @@ class Block:
         from kernels import rows
         from kernels.convolution import one_token as convolution
 
-        layer = self.layer
-        projected = rows.product(x_BD, self.projections, wide=True)
+        layer, few = self.layer, rows.few(x_BD)
         with launch.chained():
+            if few:
+                projected = rows.product_of_few(x_BD, self.projections, epsilon=NORM_EPSILON, wide=True)
+            else:
+                projected = rows.product(x_BD, self.projections, wide=True)
             q, k, v, *gates = convolution.heads(
                 projected, x_BD, self.convolutions, (state["q_conv"], state["k_conv"]), self.bias, H=layer.heads, K=layer.key_size, V=layer.value_size,
-                bound=getattr(layer, "forget_bound", 1.0), epsilon=NORM_EPSILON,
+                bound=getattr(layer, "forget_bound", 1.0), epsilon=NORM_EPSILON, scaled=few,
             )  # fmt: skip
             if isinstance(layer, Mesa):
                 o_BHV, memory, _ = layer.one_token(
@@ -96,9 +99,14 @@ class Block:
             else:
                 o_BHV, memory = layer.one_token(q, k, v, *gates, state=state["memory"])
                 o_BHV = rows.unit_groups(o_BHV, layer.norm_epsilon)
+            after = {**state, "memory": memory}
+            if few:
+                x_BD = rows.product_of_few(o_BHV.flatten(1), self.out, add_to=x_BD)
+                hidden = rows.product_of_few(x_BD, self.branches, epsilon=NORM_EPSILON, gated=True)
+                return rows.product_of_few(hidden, self.down, add_to=x_BD), after, {}
         x_BD = rows.product(o_BHV.flatten(1), self.out, add_to=x_BD)
         hidden = rows.gated(rows.product(x_BD, self.branches), x_BD, NORM_EPSILON)
-        return rows.product(hidden, self.down, add_to=x_BD), {**state, "memory": memory}, {}
+        return rows.product(hidden, self.down, add_to=x_BD), after, {}
 
 
 def head(params: Mapping[str, Array], dtype: torch.dtype) -> Array:
@@ -111,6 +119,9 @@ def logits(x_BD: Array, weight_VD: Array, vocab_size: int) -> Array:
     """Logits [B, V], float32, of the stream behind the last block."""
     from kernels import rows
 
+    if rows.few(x_BD):
+        with launch.chained():
+            return rows.product_of_few(x_BD, weight_VD, epsilon=NORM_EPSILON, wide=True, cap=SOFT_CAP)[:, :vocab_size]
     return rows.capped(rows.product(x_BD, weight_VD, wide=True), x_BD, NORM_EPSILON, SOFT_CAP)[:, :vocab_size]
 
 
