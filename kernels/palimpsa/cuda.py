@@ -30,6 +30,7 @@ def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
 
 def outputs(numbers, gates, v, beta, M, J, M_starts, J_starts, M_last, J_last, o, *, scale: float, chunk: int) -> None:
     """Writes o [B, T, H, V], the states at chunks [B, H, N + 1, K, V], whose last one is behind all tokens, and M_last, J_last [B, H, K, V]."""
+    v, beta = (aligned(x) for x in (v, beta))
     given = (numbers, gates, v, beta, M, J, M_starts, J_starts, M_last, J_last, o, scale, v.shape[1], M_starts.shape[2] - 1, gates.shape[1])
 
     def shared(K: int, groups: int, at_hand: int) -> int:  # blocks of gates, numbers and values, or else shares of o; states
@@ -44,6 +45,7 @@ def gradients(
     """As `gradients_kernel` in triton.py: shares of dq and dk [V / 32, B H, blocks, K, 2, S], of dlog_decay [V / 32, B, T, H] and of dprior
     [V / 32, B, H]; P, Q [B, H, K, V] are the gradients of the last state before, of the first one afterwards."""
     B, T, H, _ = v.shape
+    v, beta, do = (aligned(x) for x in (v, beta, do))
     arrays = (numbers, gates, v, beta, prior, M_starts, J_starts, do, P, Q, shares, dv, dbeta, dlog_decay, dprior)
 
     def shared(
@@ -53,6 +55,11 @@ def gradients(
 
     ways = ((2, 4, 2), (1, 8, 2), (1, 8, 1))
     _launch("gradients", v, P.shape[2], chunk, shared, ways, *arrays, scale, T, M_starts.shape[2] - 1, gates.shape[1], B * H)
+
+
+def aligned(x: Any) -> Any:
+    """x, or a copy of it where it begins within 16 bytes, which are copied at once."""
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _launch(

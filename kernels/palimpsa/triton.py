@@ -1,7 +1,7 @@
 """Palimpsa for NVIDIA GPUs, exact: a thread owns an entry of the state and goes through a block's tokens in registers.
 
 float32 is Triton, here; bfloat16, where time counts, is CUDA C (`cuda.py`), which says what lies in registers and what in shared memory. What is
-said here holds for both, but for what is marked.
+said here holds for both, but for what is marked; forward, bfloat16 goes through its blocks one after another, and stores states at chunks on its way.
 
 States are stored at the starts of chunks of C tokens only. Forward (float32) all chunks run at once; a thread has one value, its v and beta of all
 the chunk's tokens in registers, and takes one key after another. Backward goes through blocks of S tokens from the last to the first, with P

@@ -137,6 +137,12 @@ def test_a_document_moves_no_other_and_no_token_an_earlier_one(bfloat16_on_cpu):
     assert torch.equal(o[:, :50], o_late[:, :50]) and not torch.equal(o[:, 50:], o_late[:, 50:])
 
 
+def test_what_begins_between_sixteen_bytes_is_copied():
+    x = torch.randn(68)
+    assert cuda.aligned(x) is x and cuda.aligned(part := x[4:]) is part
+    assert cuda.aligned(x[1:]).storage_offset() == 0 and torch.equal(cuda.aligned(x[1:]), x[1:])
+
+
 @pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter runs no bfloat16, and is not asked for NVRTC")
 def test_torch_compile_traces_the_choice():
     def chosen(x):
