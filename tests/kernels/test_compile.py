@@ -39,8 +39,6 @@ STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float
     ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "ends"): {"bfloat16": 768, "float32": 1024},
     ("kernels.mesa.inside", "gradients"): {"bfloat16": 384, "float32": 1024},
-    # A block's values, gradients and states fill the registers; what is spilled is not of the loop over keys.
-    ("kernels.palimpsa.triton", "gradients_kernel"): {"bfloat16": 64, "float32": 1024},
 }
 SIZES = {"mesanet": (1, 2048, 2, 128, 128)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}  # fmt: skip
