@@ -9,7 +9,20 @@ import os
 import warnings
 from collections.abc import Callable
 
-OPERATIONS = ("attention", "convolution", "delta_rule", "head_loss", "linear_attention", "lru_input", "mesa", "mlstm", "palimpsa", "rg_lru", "rls_mesa", "rope")
+OPERATIONS = (
+    "attention",
+    "convolution",
+    "delta_rule",
+    "head_loss",
+    "linear_attention",
+    "lru_input",
+    "mesa",
+    "mlstm",
+    "palimpsa",
+    "rg_lru",
+    "rls_mesa",
+    "rope",
+)
 NAMES = ("reference", "chunked", "library", "triton", "pallas")
 PREFERENCE = {
     "cpu": ("chunked", "library", "reference"),

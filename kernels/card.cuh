@@ -1,9 +1,25 @@
-// What a card has to offer to rows.cu. The tests put a CPU's threads in its place (tests/kernels/cuda_on_cpu.h).
+// What a card has to offer to the kernels in CUDA C. The tests put a CPU's threads in its place (tests/kernels/cuda_on_cpu.h).
 typedef unsigned short bfloat16;
 typedef long long int64;
 #define DEVICE __device__ __forceinline__
 
 extern __shared__ float4 memory[];
+
+// 1 / x for x of any normal size, to an ulp.
+DEVICE float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// d [16, 8] += a [16, 8] b [8, 8] of a warp, tf32. Thread 4 g + c has a (g, c), (g + 8, c), (g, c + 4), (g + 8, c + 4), b (c, g), (c + 4, g)
+// and d (g, 2 c), (g, 2 c + 1), (g + 8, 2 c), (g + 8, 2 c + 1).
+DEVICE void multiply_add(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
 
 // d [16, 8] += a [16, 16] b [16, 8] of a warp, bfloat16, two to a number.
 DEVICE void multiply_add(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
@@ -12,6 +28,10 @@ DEVICE void multiply_add(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+DEVICE void wait_for_warp() { __syncwarp(); }
+
 // 16 bytes that are read once.
 DEVICE uint4 weight_16(const bfloat16* from) {
   uint4 r;
@@ -19,7 +39,13 @@ DEVICE uint4 weight_16(const bfloat16* from) {
   return r;
 }
 
-DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// 16 bytes from memory to shared memory, or as many zeros: there after `copies_done` of the thread that asked.
+DEVICE void copy_16(void* to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
+DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Programmatic dependent launch.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+CARD = Path(__file__).parent / "card.cuh"
 NAMES = tuple(f"libnvrtc.so.{version}" for version in (13, 12))
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -90,7 +91,7 @@ def launch(
     """Start the kernel `name` of a file on the device of its tensors. shared: bytes of dynamic shared memory; constants: macros of the source.
     early: it begins while the kernel before it ends, and waits for that itself.
 
-    arguments: tensors (None: no address), integers (int) and floats (float), as the kernel takes them. What is written beside the file, in `card.cuh`, comes before
+    arguments: tensors (None: no address), integers (int) and floats (float), as the kernel takes them. `card.cuh` and the folder's headers come before
     it. Fake tensors (torch.compile asking for shapes) start nothing.
     """
     import torch
@@ -136,10 +137,9 @@ def _loaded(source: Path, name: str, device: int, shared: int, constants: tuple[
     return function
 
 
-def text(source: Path, card: Path | None = None) -> str:
-    """A kernel's source as it is compiled: what the card has to offer (`card`, or `card.cuh` beside it), the folder's other headers, the kernel."""
-    card = card or source.parent / "card.cuh"
-    headers = sorted(path for path in source.parent.glob("*.cuh") if path.name != "card.cuh")
+def text(source: Path, card: Path = CARD) -> str:
+    """A kernel's source as it is compiled: what the card has to offer, the folder's headers, the kernel."""
+    headers = sorted(path for path in source.parent.glob("*.cuh") if path != CARD)
     return "\n".join(path.read_text() for path in (card, *headers, source))
 
 

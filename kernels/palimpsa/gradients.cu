@@ -59,7 +59,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gradients(
     const bfloat16* __restrict__ dout, float* __restrict__ P_end, float* __restrict__ Q_end, float* __restrict__ shares,
     bfloat16* __restrict__ dv, float* __restrict__ dbeta, float* __restrict__ dlog_decay, float* __restrict__ dprior, float scale, int T,
     int N, int BLOCKS, int BH) {
-  extern __shared__ float4 memory[];
   float* const blocks = (float*)memory;    // [AT_HAND, BLOCK]
   float* const M_at = blocks + AT_HAND * BLOCK;  // [K, 32]: each number is one thread's alone
   float* const J_at = M_at + K * LANES;

@@ -10,7 +10,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) outputs(
     const float* __restrict__ numbers, const float* __restrict__ gates, const bfloat16* __restrict__ v, const float* __restrict__ beta,
     const float* __restrict__ M_first, const float* __restrict__ J_first, float* __restrict__ M_starts, float* __restrict__ J_starts,
     float* __restrict__ M_last, float* __restrict__ J_last, bfloat16* __restrict__ o, float scale, int T, int N, int BLOCKS) {
-  extern __shared__ float4 memory[];
   float* const blocks = (float*)memory;     // [AT_HAND, BLOCK]
   float* const M_at = blocks + AT_HAND * BLOCK;   // [K, 32]: each number is one thread's alone
   float* const J_at = M_at + K * LANES;

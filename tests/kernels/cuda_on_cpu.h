@@ -1,5 +1,6 @@
-// What kernels/palimpsa/card.cuh says, on a CPU: a thread for a thread, warps and programs that wait for each other at barriers.
+// What kernels/card.cuh says, on a CPU: a thread for a thread, warps and programs that wait for each other at barriers.
 // Uninitialised shared memory is NaN; tensor cores round their operands to tf32 as a card does, by cutting bits off.
+#include <algorithm>
 #include <barrier>
 #include <cmath>
 #include <cstring>
@@ -21,6 +22,10 @@ typedef long long int64;
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+using std::min;
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct Place {
@@ -30,6 +35,7 @@ static thread_local Place threadIdx, blockIdx;
 static std::barrier<>* program_waits;
 static std::vector<std::unique_ptr<std::barrier<>>> warp_waits;
 static float told[32][32][6];  // what a warp's threads tell each other
+static unsigned told_bits[32][32][6];
 float4 memory[SHARED_BYTES / 16];
 
 DEVICE void wait_for_warp() { warp_waits[threadIdx.x / 32]->arrive_and_wait(); }
@@ -68,6 +74,11 @@ DEVICE void multiply_add(float (&d)[4], const float (&a)[4], float b0, float b1)
 
 DEVICE void copy_16(void* to, const void* from, bool is_there) { is_there ? memcpy(to, from, 16) : memset(to, 0, 16); }
 DEVICE void copies_done() {}
+DEVICE uint4 weight_16(const bfloat16* from) { return *(const uint4*)from; }
+
+// Kernels run one after another here.
+DEVICE void wait_for_kernel_before() {}
+DEVICE void let_next_begin() {}
 
 DEVICE float to_float(bfloat16 x) {
   const unsigned bits = (unsigned)x << 16;
@@ -80,6 +91,20 @@ DEVICE bfloat16 to_bfloat16(float x) {
   unsigned bits;
   memcpy(&bits, &x, 4);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+DEVICE void multiply_add(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  auto& of = told_bits[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  wait_for_warp();
+  const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+  for (int i = 0; i < 6; i++) of[lane][i] = mine[i];
+  wait_for_warp();
+  auto half = [](unsigned x, int k) { return to_float((bfloat16)(k % 2 ? x >> 16 : x & 0xffff)); };
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) d[i] += half(of[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k) * half(of[column * 4 + k % 8 / 2][4 + k / 8], k);
+  }
 }
 
 template <class... A, size_t... I>

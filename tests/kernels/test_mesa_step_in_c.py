@@ -1,8 +1,5 @@
 """Mesa's one-token step in CUDA C, its threads on a CPU (`cuda_on_cpu.h`), against the step in array operations."""
 
-import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,38 +7,21 @@ import torch
 
 from kernels.mesa.reference import State
 from kernels.mesa.step import step
+from tests.kernels import cuda_on_cpu
 from tests.kernels.harness import error
 
-HERE, KERNELS = Path(__file__).parent, Path(__file__).parents[2] / "kernels"
+STEP = Path(__file__).parents[2] / "kernels/mesa/one_token.cu"
 B, H, K = 2, 2, 128
 STARTS = ("zero", "jacobi", "query")
-BYTES = 4 * (K * K + 8 * 36 + 32)  # of shared memory, and not one more
+BYTES = 4 * (K * K + 8 * 36 + 32)  # of shared memory
 
-if shutil.which("g++") is None:
+if cuda_on_cpu.COMPILER is None:
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The kernel as a function of a grid's size and its arguments."""
-    folder = tmp_path_factory.mktemp("step")
-    written = [
-        f'#include "{HERE / "cuda_on_cpu.h"}"',
-        "DEVICE void wait_for_kernel_before() {}\nDEVICE void let_next_begin() {}",
-        (KERNELS / "mesa/one_token.cu").read_text(),
-        'extern "C" void start(int programs, void** values) { run(mesa_step, programs, 1, 128, values); }',
-    ]
-    (folder / "step.cpp").write_text("\n".join(written))
-    macros = [f"-D{name}={value}" for name, value in {"BFLOAT": 0, "PROGRAMS": 1, "EARLY": 1, "SHARED_BYTES": BYTES}.items()]
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *macros, "-o", folder / "step.so", folder / "step.cpp"]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(folder / "step.so"))
-
-
-def pointer(x):
-    if isinstance(x, float):
-        return ctypes.c_float(x)
-    return ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(0 if x is None else x.data_ptr())
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("step")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +38,7 @@ def pointer(x):
     ],
     ids=lambda options: "-".join(options),
 )
-def test_the_step_in_c(library, options):
+def test_the_step_in_c(folder, options):
     random = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     unit = lambda *shape: torch.nn.functional.normalize(normal(*shape), dim=-1)  # noqa: E731
@@ -85,8 +65,8 @@ def test_the_step_in_c(library, options):
     start, steps = (options["start"], options["steps"]) if options["solve"] else ("query", 0)
     arrays = (q, k, v, log_decay, beta, options["sign"], lam, G, S, options["segment_B"], last, ours, G, S, last_end, taken, residual)
     epsilon = -1.0 if options["norm_epsilon"] is None else options["norm_epsilon"]
-    values = [pointer(x) for x in (*arrays, H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon)]
-    library.start(B * H, (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(x), ctypes.c_void_p) for x in values)))
+    numbers = (H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon)
+    cuda_on_cpu.launch(folder, STEP, "mesa_step", (B * H,), 128, BYTES, *arrays, *numbers, BFLOAT=0, PROGRAMS=1, EARLY=1)
     for found, exact in ((ours, o), (G, end.G_BHKV), (S, end.H_BHKK)):
         assert error(found, exact) <= 2e-6
     assert torch.equal(last_end, end.segment_B) and (taken - info["steps"]).abs().max() <= 1

@@ -3,11 +3,9 @@
 The first with Triton's interpreter, which runs the small kernels beside them: TRITON_INTERPRET=1.
 """
 
-import ctypes
 import re
-import shutil
 import subprocess
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from kernels import launch, nvrtc
+from tests.kernels import cuda_on_cpu
 from tests.kernels.harness import call, error, make, run_torch, split_documents, to_torch
 from tests.kernels.operations import OPERATIONS, TOLERANCES
 
@@ -25,29 +24,9 @@ from kernels.palimpsa import cuda  # noqa: E402
 from kernels.palimpsa import triton as fused  # noqa: E402
 
 PALIMPSA = OPERATIONS["palimpsa"]
-HERE = Path(__file__).parent
 interpreted = pytest.mark.skipif(
-    not launch.INTERPRETED or shutil.which("g++") is None, reason="for Triton's interpreter (TRITON_INTERPRET=1), with a C++ compiler"
+    not launch.INTERPRETED or cuda_on_cpu.COMPILER is None, reason="for Triton's interpreter (TRITON_INTERPRET=1), with a C++ compiler"
 )
-
-
-@cache
-def on_cpu(source: Path, name: str, shared: int, constants: tuple[tuple[str, int], ...], folder: Path) -> ctypes.CDLL:
-    """A kernel's source as a CPU runs it."""
-    path = folder / f"{name}_{len(list(folder.iterdir()))}.cpp"
-    run = f'extern "C" void start(int x, int y, int threads, void** values) {{ run({name}, x, y, threads, values); }}'
-    path.write_text(nvrtc.text(source, card=HERE / "cuda_on_cpu.h") + run)
-    macros = [f"-D{n}={x}" for n, x in constants] + [f"-DSHARED_BYTES={shared}"]
-    subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *macros, path, "-o", path.with_suffix(".so"), "-pthread"], check=True
-    )
-    return ctypes.CDLL(str(path.with_suffix(".so")))
-
-
-def started_on_cpu(folder: Path, source, name, grid, threads, shared, *arguments, **constants) -> None:
-    values = [nvrtc._value(x) for x in arguments]
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(x), ctypes.c_void_p) for x in values))
-    on_cpu(source, name, shared, tuple(constants.items()), folder).start(*grid, threads, pointers)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def bfloat16_on_cpu(monkeypatch, folder):
     """Palimpsa as it runs in bfloat16 on a card, on the CPU."""
-    monkeypatch.setattr(nvrtc, "launch", partial(started_on_cpu, folder))
+    monkeypatch.setattr(nvrtc, "launch", partial(cuda_on_cpu.launch, folder))
     monkeypatch.setitem(package.IMPLEMENTATIONS, "triton", fused.palimpsa)
     monkeypatch.setattr("kernels.choose", lambda operation, shape, dtype, device, backend=None: backend or "triton")
 
