@@ -103,11 +103,11 @@ def check(
 ):  # fmt: skip
     """The residual of x [B, T, H, K] relative to rhs, and what x reads.
 
-    Forward: residual [B, T, H], output [B, T, H, V] = G^T x. BACK, with the forward solution x0: reading [B, T, H] = since - x0 . start (x H), the gradient of log decay
-    from the chunk's start, since being what G gave to it.
-    PART: "only"; or "first", with flag [M], 1 where a token's is too large or the chunk `known` to be so, and 2 more (forward) where the chunk's keys
-    read so little of x that its rounding would be seen in gradients; then, of chunks flagged with 1, "left": left [B, T, H, K], what is left of rhs
-    over its norm, and goal [B, T, H], what to bring it down to, 0 for tokens of which enough is done; and "last".
+    Forward: residual [B, T, H], output [B, T, H, V] = G^T x. BACK, with the forward solution x0: reading [B, T, H] = since - x0 . start (x H),
+    the gradient of log decay from the chunk's start, since being what G gave to it.
+    PART: "only"; or "first", with flag [M], 1 where a token's residual is too large or the chunk `known` to have one, and 2 more (forward) where
+    the chunk's keys read so little of x that its rounding would be seen in gradients; then, of chunks flagged with 1, "left": left [B, T, H, K],
+    what is left of rhs over its norm, and goal [B, T, H], what to bring it down to, 0 for tokens of which enough is done; and "last".
     """
     if PART == "only":
         _check(

@@ -3,8 +3,9 @@
     projections and gates | heads: convolutions, unit queries and keys | the layer's step | the heads' norm | output and sum
     both branches | SiLU and their product | down and sum
 
-Of a few sequences, products take what stands around them with them: six kernels, and one. What a block is, `Model.block` and the layers say; here is how few kernels it takes where every one is short. Norms' weights are multiplied into the weights
-behind them before these are rounded, and what a norm divides a row by follows the product. Such weights are a second copy: prompts go through `Model.block`.
+Of a few sequences, products take what stands around them with them: six kernels, and one. What a block is, `Model.block` and the layers say; here is
+how few kernels it takes where every one is short. Norms' weights are multiplied into the weights behind them before these are rounded, and what a norm
+divides a row by follows the product. Such weights are a second copy: prompts go through `Model.block`.
 
 Shapes: B batch, D width, H heads, K key size, V value size; a weight is [outputs, inputs].
 """
