@@ -24,7 +24,7 @@ test: environment
 
 # The contracts of tests/kernels for the GPU's kernels, in Triton's interpreter: a process of its own, since what is interpreted cannot be compiled.
 interpreted: environment
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_bounds.py tests/kernels/test_contracts.py tests/kernels/test_palimpsa_cuda.py tests/kernels/test_lru_input.py tests/kernels/test_rope.py tests/kernels/test_rows.py \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 STRATA_KERNELS=triton $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_bounds.py tests/kernels/test_contracts.py tests/kernels/test_halves.py tests/kernels/test_palimpsa_cuda.py tests/kernels/test_lru_input.py tests/kernels/test_rope.py tests/kernels/test_rows.py \
 		tests/models/test_torch_one_token.py
 
 slow: environment
