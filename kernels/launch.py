@@ -64,7 +64,7 @@ def chained() -> Iterator[None]:
     """Inside, a kernel that can begins while the one before it ends (programmatic dependent launch): it asks for weights and states, and waits for
     the other's end before it reads anything else or writes. So what it asks for early must be older than the kernel before."""
     global _chained
-    before, _chained = _chained, not INTERPRETED
+    before, _chained = _chained, not INTERPRETED and since_hopper()
     try:
         yield
     finally:
@@ -74,6 +74,14 @@ def chained() -> Iterator[None]:
 def early() -> bool:
     """Whether kernels may begin so."""
     return _chained
+
+
+@functools.cache
+def since_hopper() -> bool:
+    """Whether kernels may use what came with compute capability 9.0: beginning early, bulk copies. Without a GPU too: what is compiled then is for one."""
+    import torch
+
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
 def after(state: Any) -> Any:

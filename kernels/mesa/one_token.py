@@ -15,7 +15,7 @@ import triton.language as tl
 from torch._subclasses import FakeTensor
 
 from kernels import arrays, nvrtc, segmentation
-from kernels.launch import INTERPRETED, after, early, launch
+from kernels.launch import INTERPRETED, after, early, launch, since_hopper
 from kernels.mesa.reference import State, fresh
 from kernels.mesa.triton import tile
 from kernels.tiles import prefetch
@@ -57,8 +57,8 @@ def step(
     else:
         launch(
             advance, (B * H,), *given, H, steps, float(eps), norm_epsilon,
-            K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start, CRITERION=criterion, PREFETCH=few and not INTERPRETED and K * V % 4 == 0,
-            EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
+            K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start, CRITERION=criterion,
+            PREFETCH=few and not INTERPRETED and since_hopper() and K * V % 4 == 0, EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
         )  # fmt: skip
     return o, end, {"steps": taken, "residual": residual}
 

@@ -15,7 +15,7 @@ S = 16
 NUMBERS = 3
 DEEP = -8.0
 """Log decay of a chunk's two blocks together down to which gradients take tokens out of the states again: exp(8) of float32's digits at most."""
-SHARED, RESERVED = 228 * 1024, 1024  # bytes of a processor, and of them for each program
+SHARED, RESERVED = 228 * 1024, 1024  # bytes of an H100's or H200's processor, and of them for each program
 
 
 def refusal(shape: dict[str, int], dtype: str, device: str) -> str | None:
@@ -57,6 +57,15 @@ def gradients(
     _launch("gradients", v, P.shape[2], chunk, shared, ways, *arrays, scale, T, M_starts.shape[2] - 1, gates.shape[1], B * H)
 
 
+def shared_memory(x: Any) -> int:
+    """Bytes that a processor of the GPU that x lies on has."""
+    import torch
+
+    return (
+        torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor if x.is_cuda and torch.cuda.is_available() else SHARED
+    )
+
+
 def aligned(x: Any) -> Any:
     """x, or a copy of it where it begins within 16 bytes, which are copied at once."""
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x
@@ -72,9 +81,17 @@ def _launch(
     *arguments,
 ) -> None:
     """ways: programs of a processor, so many as threads have the registers that they need; warps of each, all with the same 32 values and a group of
-    keys each; blocks at hand, one at work and one on its way. The first that there is shared memory for."""
+    keys each; blocks at hand, one at work and one on its way. The first that there is shared memory for. ValueError where there is too little."""
     B, _, H, V = v.shape
-    programs, groups, at_hand = next(x for x in ways if x[0] * (shared(K, *x[1:]) + RESERVED) <= SHARED)
+    has = shared_memory(v)
+    fitting = [x for x in ways if x[0] * (shared(K, *x[1:]) + RESERVED) <= has]
+    if not fitting:
+        needed = min(x[0] * (shared(K, *x[1:]) + RESERVED) for x in ways)
+        raise ValueError(
+            f"palimpsa in bfloat16 with keys of {K} needs {needed} bytes of a processor's shared memory, this GPU has {has}: "
+            'choose another backend ("chunked") or float32.'
+        )
+    programs, groups, at_hand = fitting[0]
     constants = dict(H=H, K=K, V=V, S=S, C=chunk, GROUPS=groups, RESIDENT=programs, AT_HAND=at_hand)
     source = Path(__file__).parent / f"{name}.cu"
     nvrtc.launch(source, name, (launch.divide_up(V, 32), B * H), 32 * groups, shared(K, groups, at_hand), *arguments, **constants)
