@@ -171,6 +171,16 @@ def test_one_tokens_kernels_compile_for_hopper(
         assert used["shared"] <= SHARED and used["stack"] <= allowed, (launched.kernel.__name__, launched.constants, used)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, operation in OPERATIONS.items() if "triton" in __import__("kernels").backends(operation.name)])
+def test_kernels_compile_for_ampere(name: str) -> None:
+    """An A100 has no wgmma and 163 KiB of shared memory for a block: slower, and the same code."""
+    for seen in launches(name, SIZES["mesanet"], "bfloat16"):
+        options = {"num_warps": seen.warps, "num_stages": seen.stages, "maxnreg": seen.registers}
+        compiled = triton.compile(source(seen), target=GPUTarget("cuda", 80, 32), options=options)
+        assert compiled.metadata.shared <= 163 * 1024, (seen.kernel.__name__, compiled.metadata.shared)
+
+
 @pytest.mark.parametrize("options", [{"solve": False}, {"steps": 0}])
 def test_mesa_read_without_a_solve_at_the_study_s_sizes(options: dict[str, Any]) -> None:
     """Values and keys side by side are more than one program of the gradients holds."""
