@@ -65,24 +65,36 @@ def _gates(f_RC, g_RC, f_bias_C, g_bias_C, steps_C, rate):
 
 
 @triton.jit
+def _channels(f_bias, g_bias, steps, J: tl.constexpr, C: tl.constexpr):
+    """This program's block, its channels in the block and among all, which there are, and their biases and steps."""
+    j_C, head = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1)
+    channel_C, live_C = head * J + j_C, j_C < J
+    f_bias_C, g_bias_C = tl.load(f_bias + channel_C, live_C, other=0.0), tl.load(g_bias + channel_C, live_C, other=0.0)
+    return head, j_C, channel_C, live_C, f_bias_C, g_bias_C, tl.load(steps + channel_C, live_C, other=0.0)
+
+
+@triton.jit
+def _tile(u, f, g, first, n, N, head, j_C, channel_C, live_C, L: tl.constexpr, J: tl.constexpr, R: tl.constexpr):
+    """Of R tokens from n: where they lie among u's and among f's and g's, which there are, u, f, g in float32, and whether a token is a first one."""
+    token_R = (n + tl.arange(0, R)).to(tl.int64)
+    there = (token_R < N)[:, None] & live_C[None, :]
+    place, block = token_R[:, None] * L + channel_C[None, :], (head.to(tl.int64) * N + token_R)[:, None] * J + j_C[None, :]
+    u_RC = tl.load(u + place, there, other=0.0).to(tl.float32)
+    f_RC, g_RC = tl.load(f + block, there, other=0.0).to(tl.float32), tl.load(g + block, there, other=0.0).to(tl.float32)
+    return place, block, there, u_RC, f_RC, g_RC, (tl.load(first + token_R, token_R < N, other=0) != 0)[:, None]
+
+
+@triton.jit
 def _forward(
     u, f, g, f_bias, g_bias, steps, first, x, log_a, N, rate,
     L: tl.constexpr, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    j_C, head = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1)
-    channel_C, live_C = head * J + j_C, j_C < J
-    f_bias_C, g_bias_C = tl.load(f_bias + channel_C, live_C, other=0.0), tl.load(g_bias + channel_C, live_C, other=0.0)
-    steps_C = tl.load(steps + channel_C, live_C, other=0.0)
+    head, j_C, channel_C, live_C, f_bias_C, g_bias_C, steps_C = _channels(f_bias, g_bias, steps, J, C)
     start = tl.program_id(2) * SPAN
     for n in range(start, min(start + SPAN, N), R):
-        token_R = (n + tl.arange(0, R)).to(tl.int64)
-        there = (token_R < N)[:, None] & live_C[None, :]
-        place, block = token_R[:, None] * L + channel_C[None, :], (head.to(tl.int64) * N + token_R)[:, None] * J + j_C[None, :]
-        u_RC = tl.load(u + place, there, other=0.0).to(tl.float32)
-        f_RC, g_RC = tl.load(f + block, there, other=0.0).to(tl.float32), tl.load(g + block, there, other=0.0).to(tl.float32)
-        first_R = tl.load(first + token_R, token_R < N, other=0)
+        place, block, there, u_RC, f_RC, g_RC, first_RC = _tile(u, f, g, first, n, N, head, j_C, channel_C, live_C, L, J, R)
         _, i_RC, log_a_RC, y_RC = _gates(f_RC, g_RC, f_bias_C, g_bias_C, steps_C, rate)
-        new_RC = tl.where(first_R[:, None] != 0, 1.0, tl.sqrt(y_RC))
+        new_RC = tl.where(first_RC, 1.0, tl.sqrt(y_RC))
         tl.store(x + place, (new_RC * i_RC * u_RC).to(x.dtype.element_ty), there)
         tl.store(log_a + place, log_a_RC, there)
 
@@ -92,20 +104,12 @@ def _backward(
     u, f, g, f_bias, g_bias, steps, first, dx, dlog_a, du, df, dg, parts, N, rate, steepest,
     L: tl.constexpr, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    j_C, head = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1)
-    channel_C, live_C = head * J + j_C, j_C < J
-    f_bias_C, g_bias_C = tl.load(f_bias + channel_C, live_C, other=0.0), tl.load(g_bias + channel_C, live_C, other=0.0)
-    steps_C = tl.load(steps + channel_C, live_C, other=0.0)
+    head, j_C, channel_C, live_C, f_bias_C, g_bias_C, steps_C = _channels(f_bias, g_bias, steps, J, C)
     df_RC, dg_RC, dsteps_RC = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
     start = tl.program_id(2) * SPAN
     for n in range(start, min(start + SPAN, N), R):
-        token_R = (n + tl.arange(0, R)).to(tl.int64)
-        there = (token_R < N)[:, None] & live_C[None, :]
-        place, block = token_R[:, None] * L + channel_C[None, :], (head.to(tl.int64) * N + token_R)[:, None] * J + j_C[None, :]
-        u_RC = tl.load(u + place, there, other=0.0).to(tl.float32)
-        f_RC, g_RC = tl.load(f + block, there, other=0.0).to(tl.float32), tl.load(g + block, there, other=0.0).to(tl.float32)
+        place, block, there, u_RC, f_RC, g_RC, first_RC = _tile(u, f, g, first, n, N, head, j_C, channel_C, live_C, L, J, R)
         dx_RC, dlog_a_RC = tl.load(dx + place, there, other=0.0).to(tl.float32), tl.load(dlog_a + place, there, other=0.0)
-        first_RC = (tl.load(first + token_R, token_R < N, other=0) != 0)[:, None]
         r_RC, i_RC, log_a_RC, y_RC = _gates(f_RC, g_RC, f_bias_C, g_bias_C, steps_C, rate)
         new_RC = tl.where(first_RC, 1.0, tl.sqrt(y_RC))
         slope_RC = tl.where(first_RC, 0.0, tl.minimum(tl.rsqrt(4 * tl.maximum(y_RC, 1e-30)), steepest))
