@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.linear_attention.inside import across_chunks, between_pairs
 from kernels.linear_attention.walks import to_end
 from kernels.mesa.products import low_part, product, weights
+from kernels.mesa.system import place
 
 
 @triton.jit
@@ -34,9 +35,9 @@ def once(a, b, sum, MODE: tl.constexpr):
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), sum)
 
 
-@triton.jit(do_not_specialize=["T", "H", "N", "BH"])
+@triton.jit(do_not_specialize=["T", "H", "BH"])
 def gradients(
-    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, hard, T, H, N, BH,
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, hard, T, H, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
     MODE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -44,27 +45,25 @@ def gradients(
     of `solve.check`."""
     if HEADS == "all":
         _gradients(
-            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
+            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, BH,
             K, V, C, BK, BV, BJ, TILES, MODE,
         )  # fmt: skip
     elif (tl.load(hard + tl.program_id(0) % BH) != 0) == (HEADS == "hard"):
         _gradients(
-            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
+            x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, BH,
             K, V, C, BK, BV, BJ, TILES, MODE,
         )  # fmt: skip
 
 
 @triton.jit
 def _gradients(
-    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, N, BH,
+    x, back, do, k, v, beta, sums, tags, firsts, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam, T, H, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, TILES: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
-    n, bh = m // BH, m % BH
-    b, h = (bh // H).to(tl.int64), bh % H
+    _, row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K, j_V, i_C = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
-    row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
     at_CV, real_CV = row_C[:, None] * V + j_V[None, :], real_C[:, None] & (j_V < V)[None, :]
     v_CV = tl.load(v + row * V + at_CV, mask=real_CV, other=0.0)
     do_CV = tl.load(do + row * V + at_CV, mask=real_CV, other=0.0)
@@ -76,7 +75,6 @@ def _gradients(
         score_CC = times(tl.load(x + row * K + at_CJ, mask=real_CJ, other=0.0), tl.trans(k_CJ), score_CC, MODE)
         back_CC = times(tl.load(back + row * K + at_CJ, mask=real_CJ, other=0.0), tl.trans(k_CJ), back_CC, MODE)
 
-    chunk = bh * N + n
     sum_C, tag_C = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C)
     end_C = to_end(sum_C, tag_C, tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1))
     beta_C = tl.load(beta + row + row_C, mask=real_C, other=0.0)

@@ -179,7 +179,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
         launch(
             inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
-            hard, T, H, N, B * H, **shape, BV=tile(V), BJ=columns, TILES=tiles, MODE=taken, HEADS=heads, warps=warps, stages=stages,
+            hard, T, H, B * H, **shape, BV=tile(V), BJ=columns, TILES=tiles, MODE=taken, HEADS=heads, warps=warps, stages=stages,
             registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
     dlam = dlam.reshape(N * B, H, K).sum(0)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.linear_attention.walks import since_start, to_end
 from kernels.mesa.products import low_part, power_of_two, product, row_scales
+from kernels.mesa.system import place
 
 
 @triton.jit
@@ -25,11 +26,8 @@ def prepare(
     """What one chunk is multiplied with: keys [B, T, H, K] in float16, each over a power of two, sizes [B, T, H]; factors [2, M, C], of v in G
     and of keys in H, over the chunk's most; amounts [M, 5]: the decay over the chunk, and of G and of H that most and a bound of what is added."""
     m = tl.program_id(0)
-    n, bh = m // BH, m % BH
-    b, h = (bh // H).to(tl.int64), bh % H
+    _, row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K, i_C = tl.arange(0, BK), tl.arange(0, C)
-    row, row_C, real_C = (b * T + n * C) * H + h, i_C * H, n * C + i_C < T
-    chunk = bh * N + n
     k_CK, v_CV = tile(k + row * K, row_C, real_C, 0, K, BK), tile(v + row * V, row_C, real_C, 0, V, BV)
     sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
     sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
@@ -150,8 +148,8 @@ def _ends(
     WIDTH: tl.constexpr = K if KEYS else V
     bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    place = tl.program_id(0)
-    column = (place - (G_TILES if KEYS else 0)) * BW
+    this = tl.program_id(0)
+    column = (this - (G_TILES if KEYS else 0)) * BW
     i_K, j_W, i_C = tl.arange(0, BK), column + tl.arange(0, BW), tl.arange(0, C)
     at_KW = i_K[:, None] * (V + K) + (V * KEYS + j_W)[None, :]
     real_K, real_W = i_K < K, j_W < WIDTH
@@ -178,7 +176,7 @@ def _ends(
         through = keep * half
         if MODE != "exact":
             through *= tl.load(scale + m * 2 + KEYS)
-        tl.store(dthrough + (m * TILES + place) * BK + i_K, through * tl.sum(S_KW * D_KW, 1))
+        tl.store(dthrough + (m * TILES + this) * BK + i_K, through * tl.sum(S_KW * D_KW, 1))
         since_C = since_start(sum_C, tag_C, first)[:, None]
         D_KW *= keep
         at_CK, real_CK = row * K + row_C[:, None] * K + i_K[None, :], real_C[:, None] & real_K[None, :]
