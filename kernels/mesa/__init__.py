@@ -91,4 +91,5 @@ def mesa(
         name = kernels.decline("mesa", name, "chunked", 'gradient "unrolled" keeps every step')
     options = {"steps": steps, "eps": eps, "criterion": criterion, "solve": solve, "start": start, "gradient": gradient}
     given = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK)
+    state = None if state is None else reference.whole(state)
     return IMPLEMENTATIONS[name](*given, sign=sign, state=state, segments=segments, **options)

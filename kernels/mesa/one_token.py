@@ -1,11 +1,13 @@
 """Mesa's one-token step: G and H read and written once, the solve with H in registers, all in float32. In Triton, and for keys and values of 128 in CUDA C
-(`one_token.cu`), where G comes to shared memory while H is solved with, and a step of the solver waits for its sums once.
+(`one_token.cu`), where of H the lower triangle is read, and in place written; where a head's states come to shared memory while the one before is solved;
+and where a step of the solver waits for its sums once.
 
 No host read and no shape that depends on data, so it can be captured in a CUDA graph.
 
 Shapes: B batch, H heads, K key size, V value size.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,16 @@ import triton.language as tl
 from torch._subclasses import FakeTensor
 
 from kernels import arrays, nvrtc, segmentation
-from kernels.launch import INTERPRETED, after, early, launch, since_hopper
+from kernels.launch import INTERPRETED, after, early, in_place, launch, since_hopper
 from kernels.mesa.reference import State, fresh
 from kernels.mesa.triton import tile
 from kernels.tiles import prefetch
 
 Array = Any  # torch.Tensor
 SOURCE = Path(__file__).with_name("one_token.cu")
-SHARED = 4 * (128 * 128 + 8 * 36 + 32)
-"""Bytes: G; two vectors; sums."""
-IN_CUDA = 396
-"""Heads up to which CUDA C is faster on a card of 132 processors (B 1: 11 us for 16; B 64: the same; B 1024: 853 for 818)."""
+SHARED = 16 * (128 * 128 // 4 + 2560) + 4 * (3 * 128 + 32)
+"""Bytes: G; H's triangle; three vectors; sums."""
+RESERVED = 1024  # bytes of a processor's shared memory, for each program
 STARTS = ("zero", "jacobi", "query")
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
 
@@ -38,36 +39,45 @@ def step(
     if segment_B is not None:
         segmentation.check(segment_B, arrays.of(segment_B))
         segment_B = segment_B.contiguous()
-    state = fresh(q, v) if state is None else state
+    state, in_c, dtype = fresh(q, v) if state is None else state, in_cuda(q, v), v.dtype
+    if in_c and not q.dtype == k.dtype == dtype:
+        q, k, v = (x.float() for x in (q, k, v))
     q, k, v, G, S, last = (x.contiguous() for x in (q, k, v, *state))
     log_decay, beta, lam, sign = (None if x is None else x.float().contiguous() for x in (log_decay, beta, lam, sign))
     (B, H, K), V = q.shape, v.shape[-1]
     end = State(after(G), after(S), after(last) if segment_B is None else torch.empty_like(last))  # its heads read it, at their own times
     o, taken, residual = torch.empty_like(v), q.new_empty((B, H), dtype=torch.int32), torch.empty_like(beta)
-    # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use.
-    few = B * H <= 132
     given = (q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual)
     start, steps = (start, steps) if solve else ("query", 0)
-    if B * H <= IN_CUDA and in_cuda(q, v):
+    if in_c:
         nvrtc.launch(
-            SOURCE, "mesa_step", (B * H,), 128, SHARED, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
-            -1.0 if norm_epsilon is None else float(norm_epsilon),
-            BFLOAT=int(q.dtype == torch.bfloat16), PROGRAMS=2 if few else 3, EARLY=int(early()), early=early(),
+            SOURCE, "mesa_step", (min(B * H, programs(q.device)),), 128, SHARED, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
+            -1.0 if norm_epsilon is None else float(norm_epsilon), B * H, int(not in_place()),
+            BFLOAT=int(q.dtype == torch.bfloat16), EARLY=int(early()), early=early(),
         )  # fmt: skip
     else:
+        # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use.
+        few = B * H <= 132
         launch(
             advance, (B * H,), *given, H, steps, float(eps), norm_epsilon,
             K=K, V=V, BK=tile(K), BV=tile(V), CHAINS=4 if few else 1, START=start, CRITERION=criterion,
             PREFETCH=few and not INTERPRETED and since_hopper() and K * V % 4 == 0, EARLY=early(), warps=max(1, tile(K) // 32), stages=1, registers=255 if few else 168, early=early(),
         )  # fmt: skip
-    return o, end, {"steps": taken, "residual": residual}
+    return o.to(dtype), end, {"steps": taken, "residual": residual}
 
 
 def in_cuda(q: Array, v: Array) -> bool:
-    """Whether the step has its sizes, and its compiler, in CUDA C."""
-    return (
-        q.shape[-1] == v.shape[-1] == 128 and q.dtype == v.dtype and q.is_cuda and not isinstance(q, FakeTensor) and nvrtc.refusal() is None
-    )
+    """Whether the step has its sizes, its compiler and its shared memory in CUDA C. Who it is for has it always: Triton's takes a state as it is."""
+    sizes = q.shape[-1] == v.shape[-1] == 128 and q.is_cuda and not isinstance(q, FakeTensor)
+    return sizes and nvrtc.refusal() is None and programs(q.device) > 0
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """Programs that run at once on a GPU."""
+    has = torch.cuda.get_device_properties(device)
+    each = min(2, has.shared_memory_per_multiprocessor // (SHARED + RESERVED))
+    return has.multi_processor_count * each if has.major >= 8 else 0
 
 
 @triton.jit

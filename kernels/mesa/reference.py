@@ -11,7 +11,10 @@ Array = Any  # torch.Tensor or jax.Array
 
 
 class State(NamedTuple):
-    """G [B, H, K, V] and the symmetric H [B, H, K, K], float32 (float64 for float64 inputs), and the id of their segment [B] (-1: none)."""
+    """G [B, H, K, V] and the symmetric H [B, H, K, K], float32 (float64 for float64 inputs), and the id of their segment [B] (-1: none).
+
+    Of H the lower triangle counts: inside `launch.states_in_place` a step may leave the upper one as it was (`whole`).
+    """
 
     G_BHKV: Array
     H_BHKK: Array
@@ -36,6 +39,13 @@ def fresh(q: Array, v: Array) -> State:
     B, H, K = q.shape[0], *q.shape[-2:]
     G, H_BHKK = (ops.zeros((B, H, K, size), ops.working_dtype(q), q) for size in (v.shape[-1], K))
     return State(G, H_BHKK, ops.full((B,), -1, ops.int32, q))
+
+
+def whole(state: State) -> State:
+    """The state with H's upper triangle as the lower one has it."""
+    H = state.H_BHKK
+    ops = arrays.of(H)
+    return state._replace(H_BHKK=ops.where(ops.causal(H.shape[-1], H), H, ops.swapaxes(H, -1, -2)))
 
 
 def advance(k_BHK, v_BHV, log_decay_BH, beta_BH, *, sign: Array | None, state: State, segment_B: Array | None) -> tuple[State, Array]:

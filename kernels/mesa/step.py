@@ -6,7 +6,7 @@ Shapes: B batch, H heads, K key size, V value size.
 from typing import Any
 
 from kernels import arrays, launch
-from kernels.mesa.reference import State, advance, check_options, fresh
+from kernels.mesa.reference import State, advance, check_options, fresh, whole
 from kernels.mesa.solver import conjugate_gradients, jacobi, relative_residual
 
 Array = Any  # torch.Tensor or jax.Array
@@ -47,7 +47,7 @@ def _in_arrays(
     q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *, sign, steps, eps, criterion, solve, start, norm_epsilon, state, segment_B
 ) -> tuple[Array, State, dict[str, Array]]:
     ops = arrays.of(q_BHK)
-    state = fresh(q_BHK, v_BHV) if state is None else state
+    state = fresh(q_BHK, v_BHV) if state is None else whole(state)
     state, padding_B = advance(k_BHK, v_BHV, log_decay_BH, beta_BH, sign=sign, state=state, segment_B=segment_B)
     G, H, _ = (ops.stop_gradient(x) for x in state)
     q, lam = (ops.stop_gradient(ops.cast(x, H.dtype)) for x in (q_BHK, lam_HK))

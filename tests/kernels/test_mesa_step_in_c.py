@@ -13,7 +13,9 @@ from tests.kernels.harness import error
 STEP = Path(__file__).parents[2] / "kernels/mesa/one_token.cu"
 B, H, K = 2, 2, 128
 STARTS = ("zero", "jacobi", "query")
-BYTES = 4 * (K * K + 8 * 36 + 32)  # of shared memory
+BYTES = 16 * (K * K // 4 + 2560) + 4 * (3 * K + 32)  # of shared memory
+ABOVE = torch.ones(K // 16, K // 16).triu(1).repeat_interleave(16, 0).repeat_interleave(16, 1).bool()
+"""What lies above the diagonal, in blocks of 16: neither read nor, in place, written."""
 
 if cuda_on_cpu.COMPILER is None:
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
@@ -38,7 +40,9 @@ def folder(tmp_path_factory):
     ],
     ids=lambda options: "-".join(options),
 )
-def test_the_step_in_c(folder, options):
+@pytest.mark.parametrize("programs, in_place", [(4, True), (3, False)])
+def test_the_step_in_c(folder, options, programs, in_place):
+    """With as many heads as programs, and with more; over the states before, and beside them."""
     random = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     unit = lambda *shape: torch.nn.functional.normalize(normal(*shape), dim=-1)  # noqa: E731
@@ -62,12 +66,19 @@ def test_the_step_in_c(folder, options):
     o, end, info = step(*given, state=State(G, S, last), **options)
 
     ours, taken, residual, last_end = torch.empty_like(v), torch.empty(B, H, dtype=torch.int32), torch.empty(B, H), torch.empty_like(last)
+    S.masked_fill_(torch.ones(K, K).triu(1).bool(), torch.nan)
+    before = S.clone()
     start, steps = (options["start"], options["steps"]) if options["solve"] else ("query", 0)
-    arrays = (q, k, v, log_decay, beta, options["sign"], lam, G, S, options["segment_B"], last, ours, G, S, last_end, taken, residual)
+    ends = (G, S) if in_place else (torch.full_like(G, torch.nan), torch.full_like(S, torch.nan))
+    arrays = (q, k, v, log_decay, beta, options["sign"], lam, G, S, options["segment_B"], last, ours, *ends, last_end, taken, residual)
     epsilon = -1.0 if options["norm_epsilon"] is None else options["norm_epsilon"]
-    numbers = (H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon)
-    cuda_on_cpu.launch(folder, STEP, "mesa_step", (B * H,), 128, BYTES, *arrays, *numbers, BFLOAT=0, PROGRAMS=1, EARLY=1)
-    for found, exact in ((ours, o), (G, end.G_BHKV), (S, end.H_BHKK)):
+    numbers = (H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon, B * H, int(not in_place))
+    cuda_on_cpu.launch(folder, STEP, "mesa_step", (programs,), 128, BYTES, *arrays, *numbers, BFLOAT=0, EARLY=1)
+    if in_place:
+        assert torch.equal(S[..., ABOVE].isnan(), before[..., ABOVE].isnan())
+        end = end._replace(H_BHKK=end.H_BHKK.masked_fill(ABOVE, 0))
+        S.masked_fill_(ABOVE, 0)
+    for found, exact in ((ours, o), (ends[0], end.G_BHKV), (ends[1], end.H_BHKK)):
         assert error(found, exact) <= 2e-6
     assert torch.equal(last_end, end.segment_B) and (taken - info["steps"]).abs().max() <= 1
     assert (residual - info["residual"]).abs().max() <= 1e-6
