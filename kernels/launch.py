@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels
-from kernels import arrays
+from kernels import ahead, arrays
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,7 +98,7 @@ def launch(
     """Start `kernel` on the device of its tensors. arguments: tensors and integers; constants: its `tl.constexpr` parameters by name.
     registers: that a thread may have at most. early: begin before the kernel before it ends; the kernel's constant EARLY tells it so, where it has one.
 
-    Fake tensors (torch.compile asking for shapes) start nothing.
+    Fake tensors (torch.compile asking for shapes) start nothing: the kernel begins to be compiled.
     """
     import torch
     from torch._subclasses import FakeTensor
@@ -107,13 +107,16 @@ def launch(
         torch._dynamo.graph_break()  # what is not an opaque operation already runs by itself between compiled parts
     if _seen is not None:
         _seen.append(Launch(kernel, arguments, constants, warps, stages, registers))
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    if any(isinstance(x, FakeTensor) for x in tensors):
-        return
-    where = tensors[0].device
     choose_assembler()
     limit = ({} if registers is None else {"maxnreg": registers}) | ({"launch_pdl": True} if early else {})
     options = constants if INTERPRETED else {**constants, "num_warps": warps, "num_stages": stages, **limit}
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if any(isinstance(x, FakeTensor) for x in tensors):
+        if _seen is None:
+            ahead.ask(kernel, arguments, options)
+        return
+    ahead.wait(kernel)
+    where = tensors[0].device
     if where.type == "cuda" and where.index != torch.cuda.current_device():
         with torch.cuda.device(where):
             kernel[grid](*arguments, **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels.arrays import declaration
@@ -393,10 +393,26 @@ def custom_gradient(forward: Callable, backward: Callable, outputs: int, saved: 
     backward_schema = "(Tensor[] arrays, Tensor[] residuals, Tensor[] gradients, str static) -> Tensor[]"
     backward_op = _opaque(f"{label}_backward", run_backward, backward_schema)
 
+    rehearsed = set()
+
+    def rehearse(arrays: Sequence[Array], static: str) -> None:
+        """Both on fake tensors, once for such arrays: kernels that the backward pass will start are compiled meanwhile (kernels/ahead.py)."""
+        key = (static, *((x.dtype, x.shape[-1]) for x in arrays))
+        if key not in rehearsed:
+            rehearsed.add(key)
+            with FakeTensorMode() as mode, torch.no_grad():
+                fakes = [mode.from_tensor(x) for x in arrays]
+                everything = run_forward(fakes, static)
+                results, residuals = everything[:outputs], everything[outputs:]
+                run_backward(fakes, [*results[:saved], *residuals], [torch.empty_like(x) for x in results], static)
+
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, static: str, *arrays: Array) -> tuple[Array, ...]:
-            run = forward_op if torch.compiler.is_compiling() else run_forward  # an opaque operation costs 0.1 ms of the host's time
+            compiling = torch.compiler.is_compiling()
+            if not compiling and arrays[0].is_cuda and not isinstance(arrays[0], FakeTensor):
+                rehearse(arrays, static)
+            run = forward_op if compiling else run_forward  # an opaque operation costs 0.1 ms of the host's time
             everything = run(list(arrays), static)
             results, residuals = everything[:outputs], everything[outputs:]
             ctx.save_for_backward(*arrays, *results[:saved], *residuals)
