@@ -126,6 +126,7 @@ def test_both_have_the_same_names():
         "torch",
         "F",
         "FakeTensor",
+        "FakeTensorMode",
         "checkpoint",
         "ast",
         "contextlib",
