@@ -1,10 +1,13 @@
 """Mesa's one-token step in CUDA C, its threads on a CPU (`cuda_on_cpu.h`), against the step in array operations."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels import nvrtc
 from kernels.mesa.reference import State
 from kernels.mesa.step import step
 from tests.kernels import cuda_on_cpu
@@ -82,3 +85,16 @@ def test_the_step_in_c(folder, options, programs, in_place):
         assert error(found, exact) <= 2e-6
     assert torch.equal(last_end, end.segment_B) and (taken - info["steps"]).abs().max() <= 1
     assert (residual - info["residual"]).abs().max() <= 1e-6
+
+
+@pytest.mark.skipif(nvrtc.refusal() is not None, reason="for NVRTC (pip install nvidia-cuda-nvrtc)")
+@pytest.mark.parametrize("bfloat, early", [(0, 0), (1, 1)])
+def test_it_compiles_for_hopper(tmp_path, bfloat, early):
+    """Two programs a processor, nothing spilled."""
+    triton = pytest.importorskip("triton")
+    path = tmp_path / "step.cubin"
+    path.write_bytes(nvrtc.compiled(nvrtc.text(STEP), "sm_90", (("BFLOAT", bfloat), ("EARLY", early))))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(x) for x in re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    assert 2 * 128 * registers <= 65536 and stack == 0 and 2 * (BYTES + 1024) <= 228 * 1024
