@@ -25,7 +25,7 @@ def ask(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Non
         return
     device = torch.cuda.current_device() if tensors[0].device.index is None else tensors[0].device.index
     given = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
-    key = (id(kernel), device, given, tuple(options.items()))
+    key = (kernel, device, given, tuple(options.items()))
     if key not in _asked:
         _asked.add(key)
         _pending.setdefault(id(kernel), []).append(_threads().submit(_compile, kernel, device, given, options))
