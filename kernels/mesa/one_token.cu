@@ -1,7 +1,7 @@
-// Mesa's one-token step for keys and values of 128 (kernels/mesa/one_token.py). A program of 128 threads has some heads, one after another: while one is
-// solved, what the next one is solved with comes to shared memory, and its own G has come; G's memory is filled anew as it is read.
+// Mesa's one-token step for keys and values of 128 (kernels/mesa/one_token.py): a program of 128 threads has a head. H comes to shared memory and goes from
+// there to registers; G comes to shared memory while H is solved with, beside H where programs are few (APART), or else in its place.
 //
-// Of H the lower triangle is read, in blocks of 16, and written. The whole of it lies in registers: a thread has 4 columns, and of every 16 rows 4, so that a
+// Of H the lower triangle is read, in blocks of 16, and written. In registers all of it lies: a thread has 4 columns, and of every 16 rows 4, so that a
 // product is 128 multiply-adds, 8 loads of what all need, and 3 shuffles. In shared memory a block of 4 x 4 numbers lies where rows of 8 blocks as well as
 // columns of them are in other banks.
 //
@@ -14,11 +14,11 @@ constexpr float SMALLEST = 1.1920929e-7f, FALL = 1.f / 1024;
 #if BFLOAT
 typedef bfloat16 number;
 DEVICE float of(number x) { return to_float(x); }
-DEVICE number to_number(float x) { return to_bfloat16(x); }
+DEVICE number to(float x) { return to_bfloat16(x); }
 #else
 typedef float number;
 DEVICE float of(number x) { return x; }
-DEVICE number to_number(float x) { return x; }
+DEVICE number to(float x) { return x; }
 #endif
 
 // Sums over all threads, for all of them. `shared` [4 N] is nobody's from the barrier before on.
@@ -61,15 +61,19 @@ DEVICE void add(float4& y, float a, float4 x) {
 
 DEVICE void multiply(float4& x, float a) { x.x *= a, x.y *= a, x.z *= a, x.w *= a; }
 
+// As much of x as is kept: of what is dropped nothing, whatever it was.
+DEVICE float kept(float x, float keep) { return keep == 0 ? 0.f : keep * x; }
+DEVICE void keep_of(float4& x, float keep) { x = make_float4(kept(x.x, keep), kept(x.y, keep), kept(x.z, keep), kept(x.w, keep)); }
+
 // Where the first of four rows of a block lies, those of 4 `row` and 4 `column` <= `row`; the next ones lie a `pitch` further each, all in 16 bytes.
 DEVICE unsigned pitch(unsigned row) { return 8 * (row / 8 + 1); }
 DEVICE unsigned place(unsigned row, unsigned column) { return (row / 8 * 16 + row % 8 * 4) * pitch(row) + (column ^ row % 8); }
 
 DEVICE void ask(float4* to, const float* from, unsigned row, unsigned column) {
-  copy_16_once(to + place(row / 4, column) + row % 4 * pitch(row / 4), from + row * K + 4 * column);
+  copy_16(to + place(row / 4, column) + row % 4 * pitch(row / 4), from + row * K + 4 * column, true);
 }
 
-// H's triangle to shared memory, one group of copies: of squares of 32 those below the diagonal, and of those on it three quarters.
+// H's triangle to shared memory: of squares of 32 those below the diagonal, and of those on it three quarters.
 DEVICE void ask_for_triangle(float4* to, const float* H) {
   const unsigned t = threadIdx.x;
 #pragma unroll
@@ -114,150 +118,125 @@ DEVICE float times(const float4 (&h)[ROWS], float x, float* vector, int j, int g
   return own(y, group);
 }
 
-// What a thread needs of a token, besides the states.
-struct Token {
-  number q, k, v;
-  float lam, log_decay, beta, sign;
-  int last, segment;
-};
-
 // Nothing is __restrict__: what is, may be read before the kernel before has ended.
-extern "C" __global__ void __launch_bounds__(128, 2)
+extern "C" __global__ void __launch_bounds__(128, APART ? 2 : 3)
 mesa_step(const number* q, const number* k, const number* v, const float* log_decay, const float* beta, const float* sign, const float* lam,
      const float* G, const float* S, const int* segment, const int* last, number* o, float* G_end, float* S_end, int* last_end, int* taken, float* residual, int heads,
-     int steps, float eps, int both, int start, float norm_epsilon, int all, int whole) {
-  float4 *shared_G = memory, *triangle = memory + K * K / 4;  // [128 rows, 32]
-  float *vector = (float*)(triangle + TRIANGLE), *keys = vector + K, *values = keys + K, *some = values + K, *others = some + 16;
+     int steps, float eps, int both, int start, float norm_epsilon, int whole) {
+  float4 *shared_G = memory, *triangle = memory + APART * K * K / 4;  // [128 rows, 32]
+  float *vector = (float*)(memory + K * K / 4 + APART * TRIANGLE), *keys = vector + K, *values = keys + K, *some = values + K, *others = some + 16;
   const unsigned lane = threadIdx.x % 32, group = lane / 8, first = threadIdx.x / 32 * 32 + lane % 8 * 4, j = first + group;
-  const unsigned mine = 4 * group * K + first;  // of a state, where the thread's numbers begin: 4 rows of every 16
-  float4* my_G = shared_G + mine / 4;
+  const int bh = blockIdx.x, b = bh / heads;
+  const int64 states = (int64)bh * K * K, mine = states + 4 * group * K + first;  // the thread's numbers: 4 rows of every 16 from here on
+  G += mine, G_end += mine, S_end += mine, shared_G += group * K + first / 4;
 
-  auto token = [&](int bh) {
-    const int at = bh * K + j, b = bh / heads;
-    return Token{q[at], k[at], v[at], lam[bh % heads * K + j], log_decay[bh], beta[bh], sign ? sign[bh] : 1.f, last[b], segment ? segment[b] : 0};
-  };
-  auto ask_for_H = [&](int bh) {
-    if (bh < all) ask_for_triangle(triangle, S + (int64)bh * K * K);
+  auto ask_for_G = [&] {
+#pragma unroll
+    for (int n = 0; n < ROWS; n++) copy_16(shared_G + (n / 4 * 16 + n % 4) * 32, G + (n / 4 * 16 + n % 4) * K, true);
     end_of_group();
   };
-  int bh = blockIdx.x;
-  ask_for_H(bh);
-#pragma unroll
-  for (int n = 0; n < ROWS; n++) copy_16_once(my_G + (n / 4 * 16 + n % 4) * 32, G + (int64)bh * K * K + mine + (n / 4 * 16 + n % 4) * K);
+  ask_for_triangle(triangle, S + states);
   end_of_group();
-  Token its;
-  for (bool begun = false; bh < all; begun = true) {
-    const int next = bh + gridDim.x;
-    const int64 states = (int64)bh * K * K;
-    groups_done_but<1>();
-    __syncthreads();  // H is there, and the head before has been read
-    float4 h[ROWS];
-    take(h, triangle, group, first / 4);
-    const float corner = ((const float*)(triangle + place(j / 4, j / 4) + j % 4 * pitch(j / 4)))[j % 4];
-    if (!begun) {
-#if EARLY
-      wait_for_kernel_before();
-      let_next_begin();
-#endif
-      its = token(bh);
-    }
-    const float q_j = of(its.q), k_j = of(its.k), v_j = of(its.v), lam_j = its.lam;
-    int id = its.last;
-    float keep = expf(its.log_decay) * its.sign, write = its.beta;
-    bool padding = false;
-    if (segment) {
-      padding = its.segment < 0;
-      if (padding) keep = 1, write = 0;
-      else {
-        if (id >= 0 && its.segment != id) keep = 0;
-        id = its.segment;
-      }
-    } else if (id < 0) id = 0;
-    if (bh % heads == 0 && threadIdx.x == 0) last_end[bh / heads] = id;
-
-    keys[j] = k_j, values[j] = v_j;
-    const float most = largest(fabsf(q_j), some);
-    ask_for_H(next);
-    if (next < all) its = token(next);
-    float b_j = q_j / (most > 0 ? most : 1.f);
-    const float norm = sqrtf(sum(b_j * b_j, others));
-    b_j /= norm > 0 ? norm : 1.f;
-
-    float4 column = *(const float4*)(keys + first);
-    multiply(column, write);
-    float* to = S_end + states + mine;
-#pragma unroll
-    for (int n = 0; n < ROWS; n += 4) {
-      const float4 row = *(const float4*)(keys + 4 * (n + group));
-      const float of_row[4] = {row.x, row.y, row.z, row.w};
-      const bool told = whole || first / 16 <= n / 4;
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        if (keep == 0) h[n + m] = make_float4(0, 0, 0, 0);
-        multiply(h[n + m], keep);
-        add(h[n + m], of_row[m], column);
-        if (told) store_16_once(to + (4 * n + m) * K, h[n + m]);
-      }
-    }
-    const float diagonal = (keep == 0 ? 0.f : keep * corner) + write * k_j * k_j + lam_j;
-
-    float x = start == 2 ? b_j : start == 1 && diagonal > 0 ? b_j / diagonal : 0.f;
-    float r = b_j - times(h, x, vector, j, group) - lam_j * x;
-    float p = r, square = sum(r * r, some);
-    const float begin = sqrtf(square), wanted = fmaxf(eps * (both ? fminf(begin, 1.f) : begin), SMALLEST), limit = wanted * wanted;
-    bool going = most > 0 && square > limit;
-    int count = 0;
-    while (going && count < steps) {
-      const float Ap = times(h, p, vector, j, group) + lam_j * p;
-      float all[4] = {p * Ap, r * Ap, Ap * Ap, r * r};
-      sums(all, some);
-      going = all[0] > 0;
-      const float alpha = going ? all[3] / all[0] : 0.f;
-      x += alpha * p;
-      r -= alpha * Ap;
-      float now = all[3] - alpha * (2 * all[1] - alpha * all[2]);
-      if (now < all[3] * FALL) now = sum(r * r, others);
-      p = r + now / all[3] * p;
-      count += going;
-      going = going && now > limit;
-    }
-    const float left = b_j - times(h, x, vector, j, group) - lam_j * x;
-    x *= most * norm;
-    float ends[2] = {left * left, x * k_j};
-    sums(ends, some);
-    if (threadIdx.x == 0) {
-      taken[bh] = padding ? 0 : count;
-      residual[bh] = padding ? 0.f : sqrtf(ends[0]);
-    }
-
-    vector[j] = x;
-    float4 written = *(const float4*)(values + first);
-    multiply(written, write);
-    groups_done_but<1>();
-    __syncthreads();
-    float4 y = make_float4(0, 0, 0, 0);
-    const float* from = G + (int64)next * K * K + mine;
-    to = G_end + states + mine;
-#pragma unroll
-    for (int n = 0; n < ROWS; n += 4) {
-      const float4 row = *(const float4*)(keys + 4 * (n + group)), by = *(const float4*)(vector + 4 * (n + group));
-      const float of_row[4] = {row.x, row.y, row.z, row.w}, of_x[4] = {by.x, by.y, by.z, by.w};
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        const int i = 4 * n + m;
-        float4 g = my_G[i * 32];
-        if (next < all) copy_16_once(my_G + i * 32, from + i * K);
-        if (keep == 0) g = make_float4(0, 0, 0, 0);
-        multiply(g, keep);
-        add(y, of_x[m], g);
-        add(g, of_row[m], written);
-        store_16_once(to + i * K, g);
-      }
-    }
-    end_of_group();
-    float read = own(y, group) + ends[1] * write * v_j;
-    if (norm_epsilon >= 0) read /= sqrtf(sum(read * read, others) / K + norm_epsilon);
-    o[bh * K + j] = to_number(padding ? 0.f : read);
-    bh = next;
+  if (APART) ask_for_G();
+  groups_done_but<APART>();
+  __syncthreads();
+  float4 h[ROWS];
+  take(h, triangle, group, first / 4);
+  const float corner = ((const float*)(triangle + place(j / 4, j / 4) + j % 4 * pitch(j / 4)))[j % 4];
+  if (!APART) {
+    __syncthreads();  // H is read
+    ask_for_G();
   }
+#if EARLY
+  wait_for_kernel_before();
+  let_next_begin();
+#endif
+  const float q_j = of(q[bh * K + j]), k_j = of(k[bh * K + j]), v_j = of(v[bh * K + j]), lam_j = lam[bh % heads * K + j];
+  int id = last[b];
+  float keep = expf(log_decay[bh]) * (sign ? sign[bh] : 1.f), write = beta[bh];
+  bool padding = false;
+  if (segment) {
+    const int its = segment[b];
+    padding = its < 0;
+    if (padding) keep = 1, write = 0;
+    else {
+      if (id >= 0 && its != id) keep = 0;
+      id = its;
+    }
+  } else if (id < 0) id = 0;
+  if (bh % heads == 0 && threadIdx.x == 0) last_end[b] = id;
+
+  keys[j] = k_j, values[j] = v_j;
+  const float most = largest(fabsf(q_j), some);
+  float b_j = q_j / (most > 0 ? most : 1.f);
+  const float norm = sqrtf(sum(b_j * b_j, others));
+  b_j /= norm > 0 ? norm : 1.f;
+
+  const unsigned first_told = whole ? 0 : first / 16 * 16;
+  float4 column = *(const float4*)(keys + first);
+  multiply(column, write);
+#pragma unroll
+  for (int n = 0; n < ROWS; n += 4) {
+    const float4 row = *(const float4*)(keys + 4 * (n + group));
+    const float of_row[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      keep_of(h[n + m], keep);
+      add(h[n + m], of_row[m], column);
+      if (first_told <= n * 4) *(float4*)(S_end + (4 * n + m) * K) = h[n + m];
+    }
+  }
+  const float diagonal = kept(corner, keep) + write * k_j * k_j + lam_j;
+
+  float x = start == 2 ? b_j : start == 1 && diagonal > 0 ? b_j / diagonal : 0.f;
+  float r = b_j - times(h, x, vector, j, group) - lam_j * x;
+  float p = r, square = sum(r * r, some);
+  const float begin = sqrtf(square), wanted = fmaxf(eps * (both ? fminf(begin, 1.f) : begin), SMALLEST), limit = wanted * wanted;
+  bool going = most > 0 && square > limit;
+  int count = 0;
+  while (going && count < steps) {
+    const float Ap = times(h, p, vector, j, group) + lam_j * p;
+    float all[4] = {p * Ap, r * Ap, Ap * Ap, r * r};
+    sums(all, some);
+    going = all[0] > 0;
+    const float alpha = going ? all[3] / all[0] : 0.f;
+    x += alpha * p;
+    r -= alpha * Ap;
+    float now = all[3] - alpha * (2 * all[1] - alpha * all[2]);
+    if (now < all[3] * FALL) now = sum(r * r, others);
+    p = r + now / all[3] * p;
+    count += going;
+    going = going && now > limit;
+  }
+  const float left = b_j - times(h, x, vector, j, group) - lam_j * x;
+  x *= most * norm;
+  float ends[2] = {left * left, x * k_j};
+  sums(ends, some);
+  if (threadIdx.x == 0) {
+    taken[bh] = padding ? 0 : count;
+    residual[bh] = padding ? 0.f : sqrtf(ends[0]);
+  }
+
+  vector[j] = x;
+  float4 written = *(const float4*)(values + first);
+  multiply(written, write);
+  groups_done_but<0>();  // of G each thread reads what it asked for itself
+  __syncthreads();
+  float4 y = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int n = 0; n < ROWS; n += 4) {
+    const float4 row = *(const float4*)(keys + 4 * (n + group)), by = *(const float4*)(vector + 4 * (n + group));
+    const float of_row[4] = {row.x, row.y, row.z, row.w}, of_x[4] = {by.x, by.y, by.z, by.w};
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      float4 g = shared_G[(4 * n + m) * 32];
+      keep_of(g, keep);
+      add(y, of_x[m], g);
+      add(g, of_row[m], written);
+      *(float4*)(G_end + (4 * n + m) * K) = g;
+    }
+  }
+  float read = own(y, group) + ends[1] * write * v_j;
+  if (norm_epsilon >= 0) read /= sqrtf(sum(read * read, others) / K + norm_epsilon);
+  o[bh * K + j] = to(padding ? 0.f : read);
 }

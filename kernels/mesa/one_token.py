@@ -24,9 +24,8 @@ from kernels.tiles import prefetch
 
 Array = Any  # torch.Tensor
 SOURCE = Path(__file__).with_name("one_token.cu")
-SHARED = 16 * (128 * 128 // 4 + 2560) + 4 * (3 * 128 + 32)
-"""Bytes: G; H's triangle; three vectors; sums."""
-RESERVED = 1024  # bytes of a processor's shared memory, for each program
+SQUARE, TRIANGLE, VECTORS = 4 * 128 * 128, 16 * 2560, 4 * (3 * 128 + 32)
+"""Bytes of shared memory: G; of H the lower triangle, in squares of 32; three vectors and sums. Unless programs are few, H lies where G comes to."""
 STARTS = ("zero", "jacobi", "query")
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
 
@@ -50,10 +49,11 @@ def step(
     given = (q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual)
     start, steps = (start, steps) if solve else ("query", 0)
     if in_c:
+        apart = B * H <= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         nvrtc.launch(
-            SOURCE, "mesa_step", (min(B * H, programs(q.device)),), 128, SHARED, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
-            -1.0 if norm_epsilon is None else float(norm_epsilon), B * H, int(not in_place()),
-            BFLOAT=int(q.dtype == torch.bfloat16), EARLY=int(early()), early=early(),
+            SOURCE, "mesa_step", (B * H,), 128, SQUARE + apart * TRIANGLE + VECTORS, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
+            -1.0 if norm_epsilon is None else float(norm_epsilon), int(not in_place()),
+            BFLOAT=int(q.dtype == torch.bfloat16), EARLY=int(early()), APART=int(apart), early=early(),
         )  # fmt: skip
     else:
         # Three programs of 168 registers a thread share a processor. Where each has one for itself, it takes what registers it can use.
@@ -69,15 +69,14 @@ def step(
 def in_cuda(q: Array, v: Array) -> bool:
     """Whether the step has its sizes, its compiler and its shared memory in CUDA C. Who it is for has it always: Triton's takes a state as it is."""
     sizes = q.shape[-1] == v.shape[-1] == 128 and q.is_cuda and not isinstance(q, FakeTensor)
-    return sizes and nvrtc.refusal() is None and programs(q.device) > 0
+    return sizes and nvrtc.refusal() is None and fits(q.device)
 
 
 @functools.cache
-def programs(device: torch.device) -> int:
-    """Programs that run at once on a GPU."""
+def fits(device: torch.device) -> bool:
+    """Whether a GPU copies to shared memory by itself, and has enough of it for a program."""
     has = torch.cuda.get_device_properties(device)
-    each = min(2, has.shared_memory_per_multiprocessor // (SHARED + RESERVED))
-    return has.multi_processor_count * each if has.major >= 8 else 0
+    return has.major >= 8 and has.shared_memory_per_block_optin >= SQUARE + TRIANGLE + VECTORS
 
 
 @triton.jit

@@ -16,7 +16,10 @@ from tests.kernels.harness import error
 STEP = Path(__file__).parents[2] / "kernels/mesa/one_token.cu"
 B, H, K = 2, 2, 128
 STARTS = ("zero", "jacobi", "query")
-BYTES = 16 * (K * K // 4 + 2560) + 4 * (3 * K + 32)  # of shared memory
+BYTES = (
+    16 * (K * K // 4) + 4 * (3 * K + 32),
+    16 * (K * K // 4 + 2560) + 4 * (3 * K + 32),
+)  # of shared memory, with G in H's place and beside it
 ABOVE = torch.ones(K // 16, K // 16).triu(1).repeat_interleave(16, 0).repeat_interleave(16, 1).bool()
 """What lies above the diagonal, in blocks of 16: neither read nor, in place, written."""
 
@@ -43,9 +46,9 @@ def folder(tmp_path_factory):
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.parametrize("programs, in_place", [(4, True), (3, False)])
-def test_the_step_in_c(folder, options, programs, in_place):
-    """With as many heads as programs, and with more; over the states before, and beside them."""
+@pytest.mark.parametrize("apart, in_place", [(1, True), (0, False)])
+def test_the_step_in_c(folder, options, apart, in_place):
+    """With G in H's place and beside it; over the states before, and beside them."""
     random = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     unit = lambda *shape: torch.nn.functional.normalize(normal(*shape), dim=-1)  # noqa: E731
@@ -75,8 +78,8 @@ def test_the_step_in_c(folder, options, programs, in_place):
     ends = (G, S) if in_place else (torch.full_like(G, torch.nan), torch.full_like(S, torch.nan))
     arrays = (q, k, v, log_decay, beta, options["sign"], lam, G, S, options["segment_B"], last, ours, *ends, last_end, taken, residual)
     epsilon = -1.0 if options["norm_epsilon"] is None else options["norm_epsilon"]
-    numbers = (H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon, B * H, int(not in_place))
-    cuda_on_cpu.launch(folder, STEP, "mesa_step", (programs,), 128, BYTES, *arrays, *numbers, BFLOAT=0, EARLY=1)
+    numbers = (H, steps, options["eps"], int(options["criterion"] == "b"), STARTS.index(start), epsilon, int(not in_place))
+    cuda_on_cpu.launch(folder, STEP, "mesa_step", (B * H,), 128, BYTES[apart], *arrays, *numbers, BFLOAT=0, EARLY=1, APART=apart)
     if in_place:
         assert torch.equal(S[..., ABOVE].isnan(), before[..., ABOVE].isnan())
         end = end._replace(H_BHKK=end.H_BHKK.masked_fill(ABOVE, 0))
@@ -88,13 +91,14 @@ def test_the_step_in_c(folder, options, programs, in_place):
 
 
 @pytest.mark.skipif(nvrtc.refusal() is not None, reason="for NVRTC (pip install nvidia-cuda-nvrtc)")
-@pytest.mark.parametrize("bfloat, early", [(0, 0), (1, 1)])
-def test_it_compiles_for_hopper(tmp_path, bfloat, early):
-    """Two programs a processor, nothing spilled."""
+@pytest.mark.parametrize("bfloat, apart", [(0, 0), (1, 0), (1, 1)])
+def test_it_compiles_for_hopper(tmp_path, bfloat, apart):
+    """Three programs a processor, two where they are few, and next to nothing spilled."""
     triton = pytest.importorskip("triton")
     path = tmp_path / "step.cubin"
-    path.write_bytes(nvrtc.compiled(nvrtc.text(STEP), "sm_90", (("BFLOAT", bfloat), ("EARLY", early))))
+    path.write_bytes(nvrtc.compiled(nvrtc.text(STEP), "sm_90", (("BFLOAT", bfloat), ("EARLY", 1), ("APART", apart))))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(x) for x in re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
-    assert 2 * 128 * registers <= 65536 and stack == 0 and 2 * (BYTES + 1024) <= 228 * 1024
+    programs = 2 if apart else 3
+    assert programs * 128 * registers <= 65536 and programs * (BYTES[apart] + 1024) <= 228 * 1024 and stack <= 96
