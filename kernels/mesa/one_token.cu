@@ -21,22 +21,31 @@ DEVICE float of(number x) { return x; }
 DEVICE number to(float x) { return x; }
 #endif
 
-// Sums over all threads, for all of them. `shared` [4 N] is nobody's from the barrier before on.
-template <int N>
-DEVICE void sums(float (&x)[N], float* shared) {
+// Of four sums the own one's, a group's, over the 4 threads of a warp that are alike but for their group.
+DEVICE float own(float4 y, int group) {
+  const bool high = group & 2, odd = group & 1;
+  float a = high ? y.z : y.x, b = high ? y.w : y.y;
+  a += shuffle_xor(high ? y.x : y.z, 16);
+  b += shuffle_xor(high ? y.y : y.w, 16);
+  return (odd ? b : a) + shuffle_xor(odd ? a : b, 8);
+}
+
+// Sums over all threads, for all of them. `shared` [16] is nobody's from the barrier before on.
+DEVICE float4 sums(float4 x, float* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int mask = 16; mask; mask /= 2)
-    for (int n = 0; n < N; n++) x[n] += shuffle_xor(x[n], mask);
-  if (lane == 0)
-    for (int n = 0; n < N; n++) shared[warp * N + n] = x[n];
+  float mine = own(x, lane / 8);
+  for (int mask = 4; mask; mask /= 2) mine += shuffle_xor(mine, mask);
+  if (lane % 8 == 0) shared[warp * 4 + lane / 8] = mine;
   __syncthreads();
-  for (int n = 0; n < N; n++) x[n] = (shared[n] + shared[N + n]) + (shared[2 * N + n] + shared[3 * N + n]);
+  const float4 *of = (const float4*)shared, a = of[0], b = of[1], c = of[2], d = of[3];
+  return make_float4(a.x + b.x + (c.x + d.x), a.y + b.y + (c.y + d.y), a.z + b.z + (c.z + d.z), a.w + b.w + (c.w + d.w));
 }
 
 DEVICE float sum(float x, float* shared) {
-  float all[1] = {x};
-  sums(all, shared);
-  return all[0];
+  for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  return shared[0] + shared[1] + (shared[2] + shared[3]);
 }
 
 DEVICE float largest(float x, float* shared) {
@@ -44,15 +53,6 @@ DEVICE float largest(float x, float* shared) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   return fmaxf(fmaxf(shared[0], shared[1]), fmaxf(shared[2], shared[3]));
-}
-
-// Of partial sums of 4 columns the own one's, over the 4 threads of a warp that share them.
-DEVICE float own(float4 y, int group) {
-  const bool high = group & 2, odd = group & 1;
-  float a = high ? y.z : y.x, b = high ? y.w : y.y;
-  a += shuffle_xor(high ? y.x : y.z, 16);
-  b += shuffle_xor(high ? y.y : y.w, 16);
-  return (odd ? b : a) + shuffle_xor(odd ? a : b, 8);
 }
 
 DEVICE void add(float4& y, float a, float4 x) {
@@ -196,25 +196,23 @@ mesa_step(const number* q, const number* k, const number* v, const float* log_de
   int count = 0;
   while (going && count < steps) {
     const float Ap = times(h, p, vector, j, group) + lam_j * p;
-    float all[4] = {p * Ap, r * Ap, Ap * Ap, r * r};
-    sums(all, some);
-    going = all[0] > 0;
-    const float alpha = going ? all[3] / all[0] : 0.f;
+    const float4 all = sums(make_float4(p * Ap, r * Ap, Ap * Ap, r * r), some);
+    going = all.x > 0;
+    const float alpha = going ? all.w / all.x : 0.f;
     x += alpha * p;
     r -= alpha * Ap;
-    float now = all[3] - alpha * (2 * all[1] - alpha * all[2]);
-    if (now < all[3] * FALL) now = sum(r * r, others);
-    p = r + now / all[3] * p;
+    float now = all.w - alpha * (2 * all.y - alpha * all.z);
+    if (now < all.w * FALL) now = sum(r * r, others);
+    p = r + now / all.w * p;
     count += going;
     going = going && now > limit;
   }
   const float left = b_j - times(h, x, vector, j, group) - lam_j * x;
   x *= most * norm;
-  float ends[2] = {left * left, x * k_j};
-  sums(ends, some);
+  const float4 ends = sums(make_float4(left * left, x * k_j, 0, 0), some);
   if (threadIdx.x == 0) {
     taken[bh] = padding ? 0 : count;
-    residual[bh] = padding ? 0.f : sqrtf(ends[0]);
+    residual[bh] = padding ? 0.f : sqrtf(ends.x);
   }
 
   vector[j] = x;
@@ -236,7 +234,7 @@ mesa_step(const number* q, const number* k, const number* v, const float* log_de
       *(float4*)(G_end + (4 * n + m) * K) = g;
     }
   }
-  float read = own(y, group) + ends[1] * write * v_j;
+  float read = own(y, group) + ends.y * write * v_j;
   if (norm_epsilon >= 0) read /= sqrtf(sum(read * read, others) / K + norm_epsilon);
   o[bh * K + j] = to(padding ? 0.f : read);
 }
