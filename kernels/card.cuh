@@ -52,39 +52,6 @@ DEVICE void end_of_group() { asm volatile("cp.async.commit_group;" ::: "memory")
 template <int N>
 DEVICE void groups_done_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// What is read or written once, and should not push anything else out of the L2 cache.
-DEVICE void copy_16_once(void* to, const void* from) {
-  int64 first_to_go;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_go));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "l"(first_to_go)
-               : "memory");
-}
-DEVICE void store_16_once(void* to, float4 x) {
-  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
-}
-
-// Programs of a cluster wait for each other; what they wrote to their shared memory before, all may read after.
-DEVICE void begin_wait_for_cluster() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-
-// What lies where `mine` does, in the shared memory of another program of the cluster.
-DEVICE unsigned address_of(int program, const void* mine) {
-  unsigned r;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(program));
-  return r;
-}
-DEVICE float4 read_of(int program, const float4* mine) {
-  float4 r;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address_of(program, mine)));
-  return r;
-}
-DEVICE float read_of(int program, const float* mine) {
-  float r;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(address_of(program, mine)));
-  return r;
-}
-
 // Programmatic dependent launch.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -17,17 +17,21 @@ from kernels.launch import divide_up, early, launch
 
 BLOCK = 1024
 SOURCE = Path(__file__).with_name("rows.cu")
-FEW = 4
-"""Rows that `product_of_few` takes at most. A token of one sequence through a 1B Mesa takes an H200 1.10 ms so, 1.34 by cuBLAS's products with kernels
-around them; more rows are right, and untimed."""
+WARPS = 8
+PROCESSOR = 228 * 1024  # bytes of shared memory, of an H100 or H200
+FEW = 8
+"""Rows that `product_of_few` takes at most. A token of a 1B Mesa takes an H200 0.92 ms of one sequence and 1.10 of eight, and by cuBLAS's products with
+kernels around them 1.34 and 1.49."""
 
 
-def few(x_MD: torch.Tensor) -> bool:
-    """Whether `product_of_few` takes such rows."""
-    M, D = x_MD.shape
-    return (
-        M <= FEW and x_MD.dtype == torch.bfloat16 and x_MD.is_cuda and D % (32 * _warps(D)) == 0 and D <= 6144 and nvrtc.refusal() is None
-    )
+def few(x_MD: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether `product_of_few` takes such rows, and rows as wide as weights are."""
+    M = len(x_MD)
+    if M > FEW or x_MD.dtype != torch.bfloat16 or not x_MD.is_cuda or nvrtc.refusal() is not None:
+        return False
+    has = torch.cuda.get_device_properties(x_MD.device).shared_memory_per_block_optin
+    wanted = [(x_MD.shape[1], 16), *((weight.shape[1], _outputs(M, *weight.shape)) for weight in weights)]
+    return all(D % (32 * WARPS) == 0 and _shared(M, D, rows) <= has for D, rows in wanted)
 
 
 def product_of_few(
@@ -38,17 +42,24 @@ def product_of_few(
     add_to: what it is added to, there. cap: cap tanh(y / cap), 0 for none."""
     (M, D), J = x_MD.shape, len(weight_JD) // (2 if gated else 1)
     y_MJ = x_MD.new_empty((M, J), dtype=torch.float32 if wide else x_MD.dtype) if add_to is None else add_to
-    warps, tiles, outputs = _warps(D), divide_up(M, 8), 8 if gated else 16
+    outputs = 8 if gated else _outputs(M, J, D)
+    shared = _shared(M, D, 16 if gated else outputs)  # gated: of either half
     nvrtc.launch(
-        SOURCE, "rows", (divide_up(J, outputs),), 32 * warps, 4 * warps * tiles * 136, x_MD, weight_JD, add_to, y_MJ, M, J, float(epsilon or 0),
-        float(cap or 1), early=early(), INPUTS=D, WARPS=warps, TILES=tiles, GATED=int(gated), NORM=int(epsilon is not None), WIDE=int(wide),
-        CAP=int(cap > 0), EARLY=int(early()),
+        SOURCE, "rows", (divide_up(J, outputs),), 32 * WARPS, shared, x_MD, weight_JD, add_to, y_MJ, M, J, float(epsilon or 0), float(cap or 1),
+        early=early(), INPUTS=D, WARPS=WARPS, TILES=divide_up(M, 8), OUTPUTS=outputs, PROGRAMS=max(1, min(4, PROCESSOR // (shared + 1024))),
+        GATED=int(gated), NORM=int(epsilon is not None), WIDE=int(wide), CAP=int(cap > 0), EARLY=int(early()),
     )  # fmt: skip
     return y_MJ
 
 
-def _warps(D: int) -> int:
-    return 8 if D <= 2048 else 16
+def _outputs(M: int, J: int, D: int) -> int:
+    """A program's: 8, half of what tensor cores take, where the weight has so few rows that processors would be without one, or so long ones."""
+    return 8 if D > 2048 or (M <= 4 and J <= 2048) else 16
+
+
+def _shared(M: int, D: int, rows: int) -> int:
+    """Bytes of shared memory of a program: so many rows of the weight, and what its warps sum, with the squares of M rows."""
+    return 2 * rows * D + 4 * WARPS * 136 * divide_up(M, 8)
 
 
 def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Block:
         from kernels import rows
         from kernels.convolution import one_token as convolution
 
-        layer, few = self.layer, rows.few(x_BD)
+        layer, few = self.layer, rows.few(x_BD, self.out, self.down)
         with launch.chained():
             if few:
                 projected = rows.product_of_few(x_BD, self.projections, epsilon=NORM_EPSILON, wide=True)

@@ -1,4 +1,4 @@
-// What kernels/card.cuh says, on a CPU: a thread for a thread; warps, programs and clusters of programs that wait for each other at barriers.
+// What kernels/card.cuh says, on a CPU: a thread for a thread; warps and programs that wait for each other at barriers.
 // Uninitialised shared memory is NaN; tensor cores round their operands to tf32 as a card does, by cutting bits off.
 #include <algorithm>
 #include <barrier>
@@ -17,20 +17,13 @@ typedef long long int64;
 #define __restrict__
 #define __shared__
 #define __launch_bounds__(threads, programs)
-#define __cluster_dims__(x, y, z)
 #define __syncthreads() here->all.arrive_and_wait()
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
 
 struct alignas(16) float4 {
   float x, y, z, w;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
 };
 using std::max;
 using std::min;
@@ -53,8 +46,6 @@ struct Program {
     for (auto& m : shared) m.x = m.y = m.z = m.w = std::numeric_limits<float>::quiet_NaN();
   }
 };
-static std::barrier<>* cluster_waits;
-static std::vector<std::unique_ptr<Program>> cluster;
 static thread_local Program* here;
 static thread_local float4* memory;
 
@@ -102,7 +93,6 @@ DEVICE void copy_16(void* to, const void* from, bool is_there) {
   if (asked.empty()) asked.emplace_back();
   asked.back().push_back({to, is_there ? from : nullptr});
 }
-DEVICE void copy_16_once(void* to, const void* from) { copy_16(to, from, true); }
 DEVICE void make(const std::vector<Copy>& group) {
   for (const auto& [to, from] : group) from ? memcpy(to, from, 16) : memset(to, 0, 16);
 }
@@ -117,15 +107,6 @@ DEVICE void end_of_group() {
 template <int N>
 DEVICE void groups_done_but() {
   for (; asked.size() > N + 1; asked.erase(asked.begin())) make(asked.front());
-}
-DEVICE void store_16_once(void* to, float4 x) { memcpy(to, &x, 16); }
-
-static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrived;
-DEVICE void begin_wait_for_cluster() { arrived = std::make_unique<std::barrier<>::arrival_token>(cluster_waits->arrive()); }
-DEVICE void wait_for_cluster() { cluster_waits->wait(std::move(*arrived)); }
-template <class T>
-DEVICE T read_of(int program, const T* mine) {
-  return *(const T*)((const char*)cluster[program]->shared + ((const char*)mine - (const char*)memory));
 }
 
 DEVICE uint4 weight_16(const bfloat16* from) { return *(const uint4*)from; }
@@ -166,22 +147,19 @@ void call(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
   kernel(*(A*)values[I]...);
 }
 
-// All programs of a grid, one cluster after another. values: where each argument lies, as cuLaunchKernel takes them.
+// All programs of a grid, one after another. values: where each argument lies, as cuLaunchKernel takes them.
 template <class... A>
 void run(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** values) {
   gridDim = {grid_x, grid_y};
   for (int y = 0; y < grid_y; y++)
-    for (int x = 0; x < grid_x; x += CLUSTER) {
-      std::barrier<> all(CLUSTER * threads);
-      cluster_waits = &all;
-      cluster.clear();
-      for (int i = 0; i < CLUSTER; i++) cluster.push_back(std::make_unique<Program>(threads));
+    for (int x = 0; x < grid_x; x++) {
+      auto program = std::make_unique<Program>(threads);
       std::vector<std::thread> running;
-      for (int i = 0; i < CLUSTER * threads; i++)
-        running.emplace_back([=] {
-          threadIdx = {i % threads, 0};
-          blockIdx = {x + i / threads, y};
-          here = cluster[i / threads].get();
+      for (int i = 0; i < threads; i++)
+        running.emplace_back([=, &program] {
+          threadIdx = {i, 0};
+          blockIdx = {x, y};
+          here = program.get();
           memory = here->shared;
           call(kernel, values, std::index_sequence_for<A...>());
         });

@@ -15,20 +15,24 @@ if cuda_on_cpu.COMPILER is None:
 
 
 @pytest.mark.parametrize(
-    ("M", "J", "D", "warps", "options", "added"),
+    ("M", "J", "D", "warps", "outputs", "options", "added"),
     [
-        (1, 40, 256, 8, {"NORM", "WIDE"}, False),
-        (5, 33, 128, 2, set(), True),
-        (3, 20, 192, 2, {"NORM", "GATED"}, False),
-        (13, 17, 128, 4, {"NORM", "WIDE", "CAP"}, False),
+        (1, 40, 256, 8, 16, {"NORM", "WIDE"}, False),
+        (5, 33, 128, 2, 16, set(), True),
+        (8, 33, 192, 2, 8, set(), True),
+        (3, 20, 192, 2, 8, {"NORM", "GATED"}, False),
+        (13, 17, 128, 4, 16, {"NORM", "WIDE", "CAP"}, False),
+        (16, 24, 128, 4, 8, {"NORM", "WIDE"}, False),
     ],
 )
-def test_products_of_few_rows_in_c(M, J, D, warps, options, added, tmp_path):
+def test_products_of_few_rows_in_c(M, J, D, warps, outputs, options, added, tmp_path):
     tiles = -(-M // 8)
     macros = {name: int(name in options) for name in ("NORM", "WIDE", "CAP", "GATED")} | {
         "INPUTS": D,
         "WARPS": warps,
         "TILES": tiles,
+        "OUTPUTS": outputs,
+        "PROGRAMS": 1,
         "EARLY": 1,
     }
     random = torch.Generator().manual_seed(0)
@@ -41,8 +45,8 @@ def test_products_of_few_rows_in_c(M, J, D, warps, options, added, tmp_path):
     exact = torch.nn.functional.silu(exact[:, :J]) * exact[:, J:] if "GATED" in options else exact
     exact = exact + add.double() if added else exact
     exact = 3 * torch.tanh(exact / 3) if "CAP" in options else exact
-    y = add if added else torch.empty(M, J, dtype=torch.float32 if "WIDE" in options else torch.bfloat16)
-    programs, shared = -(-J // (8 if "GATED" in options else 16)), 4 * warps * tiles * 136
+    y = add if added else torch.full((M, J), torch.nan, dtype=torch.float32 if "WIDE" in options else torch.bfloat16)
+    programs, shared = -(-J // outputs), 2 * D * (16 if "GATED" in options else outputs) + 4 * warps * tiles * 136
     given = (x, weight, add if added else None, y, M, J, 0.1, 3.0)
     cuda_on_cpu.launch(tmp_path, ROWS, "rows", (programs,), 32 * warps, shared, *given, **macros)
     assert error(y, exact) <= (1e-6 if "WIDE" in options else 4e-3)
