@@ -1,5 +1,5 @@
 // Mesa's one-token step for keys and values of 128 (kernels/mesa/one_token.py): a program of 128 threads has a head. H comes to shared memory and goes from
-// there to registers; G comes to shared memory while H is solved with, beside H where programs are few (APART), or else in its place.
+// there to registers; G comes to shared memory while H is solved with, beside H (APART: two programs a processor), or in its place (three).
 //
 // Of H the lower triangle is read, in blocks of 16, and written. In registers all of it lies: a thread has 4 columns, and of every 16 rows 4, so that a
 // product is 128 multiply-adds, 8 loads of what all need, and 3 shuffles. In shared memory a block of 4 x 4 numbers lies where rows of 8 blocks as well as

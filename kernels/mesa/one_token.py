@@ -25,7 +25,7 @@ from kernels.tiles import prefetch
 Array = Any  # torch.Tensor
 SOURCE = Path(__file__).with_name("one_token.cu")
 SQUARE, TRIANGLE, VECTORS = 4 * 128 * 128, 16 * 2560, 4 * (3 * 128 + 32)
-"""Bytes of shared memory: G; of H the lower triangle, in squares of 32; three vectors and sums. Unless programs are few, H lies where G comes to."""
+"""Bytes of shared memory: G; of H the lower triangle, in squares of 32; three vectors and sums. H lies beside G, or where that comes to."""
 STARTS = ("zero", "jacobi", "query")
 SMALLEST = tl.constexpr(2**-23)  # a residual that counts as 0
 
@@ -49,7 +49,8 @@ def step(
     given = (q, k, v, log_decay, beta, sign, lam, G, S, segment_B, last, o, *end, taken, residual)
     start, steps = (start, steps) if solve else ("query", 0)
     if in_c:
-        apart = B * H <= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        apart = not 2 * processors < B * H <= 3 * processors  # three programs a processor where all of them are then at work at once
         nvrtc.launch(
             SOURCE, "mesa_step", (B * H,), 128, SQUARE + apart * TRIANGLE + VECTORS, *given, H, steps, float(eps), int(criterion == "b"), STARTS.index(start),
             -1.0 if norm_epsilon is None else float(norm_epsilon), int(not in_place()),
