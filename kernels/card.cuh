@@ -32,13 +32,6 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 
 DEVICE void wait_for_warp() { __syncwarp(); }
 
-// 16 bytes that are read once.
-DEVICE uint4 weight_16(const bfloat16* from) {
-  uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
-  return r;
-}
-
 // 16 bytes from memory to shared memory, or as many zeros: there after `copies_done` of the thread that asked.
 DEVICE void copy_16(void* to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(is_there ? 16 : 0)

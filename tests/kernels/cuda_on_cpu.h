@@ -109,7 +109,6 @@ DEVICE void groups_done_but() {
   for (; asked.size() > N + 1; asked.erase(asked.begin())) make(asked.front());
 }
 
-DEVICE uint4 weight_16(const bfloat16* from) { return *(const uint4*)from; }
 
 // Kernels run one after another here.
 DEVICE void wait_for_kernel_before() {}
