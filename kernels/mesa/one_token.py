@@ -1,6 +1,6 @@
 """Mesa's one-token step: G and H read and written once, the solve with H in registers, all in float32. In Triton, and for keys and values of 128 in CUDA C
-(`one_token.cu`), where of H the lower triangle is read, and in place written; where a head's states come to shared memory while the one before is solved;
-and where a step of the solver waits for its sums once.
+(`one_token.cu`), where of H the lower triangle is read, and in place written, G comes to shared memory while H is solved with, and a step of the solver
+waits for its sums once.
 
 No host read and no shape that depends on data, so it can be captured in a CUDA graph.
 
