@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 if not (launch.INTERPRETED or torch.cuda.is_available()):
     pytest.skip("these kernels run in Triton's interpreter or on a GPU", allow_module_level=True)
 
-from kernels import rows  # noqa: E402
+from kernels import nvrtc, rows  # noqa: E402
 from kernels.arrays import torch as ops  # noqa: E402
 from kernels.convolution import State, one_token, step  # noqa: E402
 from tests.kernels.harness import error  # noqa: E402
@@ -38,6 +38,23 @@ def test_norms_behind_products(M, J, D, dtype):
     assert logits.dtype == torch.float32 and error(logits, 3 * torch.tanh(unit @ exact / 3)) <= 1e-5
     total = x.double() @ exact + add.double()
     assert error(rows.product(x, weight, add_to=add), total) <= DTYPES[dtype] and error(add, total) <= DTYPES[dtype]
+
+
+@pytest.mark.skipif(launch.INTERPRETED or nvrtc.refusal() is not None, reason="CUDA C; test_rows_in_c.py has its threads on a CPU")
+@pytest.mark.parametrize(("M", "J", "D"), [(1, 40, 1536), (rows.FEW, 2051, 768), (3, 1500, 4608)])
+def test_products_of_few_rows(M, J, D):
+    x, weight, add = (
+        normal(M, D, dtype=torch.bfloat16),
+        normal(2 * J, D, dtype=torch.bfloat16, seed=1) / D**0.5,
+        normal(M, J, seed=2).bfloat16(),
+    )
+    unit, exact = scaled(x, 0.1), weight.double().T
+    assert rows.few(x, weight)
+    a, b = (unit @ exact).chunk(2, 1)
+    assert error(rows.product_of_few(x, weight, epsilon=0.1, gated=True), torch.nn.functional.silu(a) * b) <= 4e-3
+    assert error(rows.product_of_few(x, weight, epsilon=0.1, wide=True, cap=3.0), 3 * torch.tanh(unit @ exact / 3)) <= 1e-5
+    total = x.double() @ exact[:, :J] + add.double()
+    assert error(rows.product_of_few(x, weight[:J], add_to=add), total) <= 4e-3 and error(add, total) <= 4e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
