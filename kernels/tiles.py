@@ -6,6 +6,10 @@ Shapes: C tokens of one chunk. Imported by the operations' `triton.py` alone.
 import triton
 import triton.language as tl
 
+from kernels import launch
+
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
+
 GONE = tl.constexpr(-104.0)
 """exp of less is 0 in float32: such a decay drops the state, whatever is behind it."""
 
@@ -34,6 +38,25 @@ def decay_between(sum_C, document_C):
     return tl.where(seen, tl.exp(tl.where(seen, sum_C[:, None] - sum_C[None, :], 0.0)), 0.0)
 
 
+SIGMOID = tl.constexpr("""
+{
+.reg .f32 power;
+mul.ftz.f32 power, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 power, power;
+add.ftz.f32 power, power, 0f3F800000;
+rcp.approx.ftz.f32 $0, power;
+}
+""")  # by -1 / log 2; plus 1
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x) of float32 to a few ulp, 0 for what is below 2^-126: four instructions, where tl.sigmoid takes fourteen."""
+    if INTERPRETED:
+        return tl.sigmoid(x)
+    return tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 PREFETCH = tl.constexpr("""
 {
 .reg .pred first;
@@ -50,3 +73,11 @@ mov.u32 $0, 0;
 def prefetch(pointer, bytes):
     """Ask for memory to be brought into the second cache: a multiple of 16 bytes, from one on. Not in the interpreter."""
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [pointer.to(tl.int64), bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Ask for the 128 bytes around each pointer likewise, a line a thread."""
+    if not INTERPRETED:
+        places = pointers.to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)

@@ -20,6 +20,7 @@ from kernels import arrays
 from kernels.convolution import chunked
 from kernels.convolution.chunked import EPSILON, State
 from kernels.launch import divide_up, launch
+from kernels.tiles import prefetch_lines, sigmoid
 
 SPAN, CHANNELS = 64, 256
 
@@ -114,7 +115,7 @@ def _weights(weight, bias, D, channel, live, W: tl.constexpr):
 @triton.jit
 def _activate(z, SILU: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr):
     if SILU:
-        z *= tl.sigmoid(z)
+        z *= sigmoid(z)
     if NORM:
         z *= tl.rsqrt(tl.sum(z * z, 1) + EPSILON * EPSILON)[:, None]
     return z
@@ -122,14 +123,16 @@ def _activate(z, SILU: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr):
 
 @triton.jit
 def _activate_back(z, dout, SILU: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr):
-    s = tl.sigmoid(z)
-    if NORM:
-        y = z * s if SILU else z
-        r = tl.rsqrt(tl.sum(y * y, 1) + EPSILON * EPSILON)[:, None]
-        y *= r
-        dout = r * (dout - y * tl.sum(y * dout, 1)[:, None])
+    y = z
     if SILU:
-        dout *= s * (1 + z * (1 - s))
+        s = sigmoid(z)
+        y = z * s
+    if NORM:
+        r_G = tl.rsqrt(tl.sum(y * y, 1) + EPSILON * EPSILON)
+        along_G = r_G * r_G * r_G * tl.sum(y * dout, 1)
+        dout = r_G[:, None] * dout - along_G[:, None] * y
+    if SILU:
+        dout *= s + y * (1 - s)
     return dout
 
 
@@ -165,6 +168,16 @@ def _forward(
 
 
 @triton.jit
+def _ask(x, batch, T, t, D, SIZE: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
+    """Have four tokens' channels of this program brought into the second cache: there are not the registers to load them early."""
+    LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # elements
+    LINES: tl.constexpr = (G * K + LINE - 1) // LINE
+    i = tl.arange(0, 4 * LINES)
+    channel = tl.program_id(0) * G * SIZE + i % LINES * LINE
+    prefetch_lines(x + (batch * T + tl.minimum(t + i // LINES, T - 1)) * D + tl.minimum(channel, D - 1))
+
+
+@triton.jit
 def _give(value, dx, dpast, batch, T, s, first, last, D, channel, live, W: tl.constexpr):
     """The gradient of the input of token s, where it is this span's or the state's."""
     tl.store(dx + (batch * T + s) * D + channel, value.to(dx.dtype.element_ty), live & (s >= first) & (s < last))
@@ -192,6 +205,8 @@ def _backward(
     c_0, c_1, c_2 = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)  # dz of the three tokens before
     dw_0, dw_1, dw_2, dw_3, db = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)
     for t in range(first, last + 3, 4):
+        _ask(x, batch, T, t + 4, D, SIZE, G, K)
+        _ask(dout, batch, T, t + 4, D, SIZE, G, K)
         place = (batch * T + t) * D + channel
         row, g_row = x + place, dout + place
         x_0 = tl.load(row, live & (t < T), other=0.0)
@@ -212,11 +227,12 @@ def _backward(
         d_3 = _activate_back(b + w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3, g_3.to(tl.float32), SILU, NORM, EPSILON)
         _give(w_0 * d_3 + w_1 * d_2 + w_2 * d_1 + w_3 * d_0, dx, dpast, batch, T, t, first, last, D, channel, live, W)
         if t < last:
-            dw_0 += a_0 * d_0 + a_1 * d_1 + a_2 * d_2 + x_0 * d_3
-            dw_1 += a_1 * d_0 + a_2 * d_1 + x_0 * d_2 + x_1 * d_3
-            dw_2 += a_2 * d_0 + x_0 * d_1 + x_1 * d_2 + x_2 * d_3
-            dw_3 += x_0 * d_0 + x_1 * d_1 + x_2 * d_2 + x_3 * d_3
-            db += d_0 + d_1 + d_2 + d_3
+            dw_0 = dw_0 + a_0 * d_0 + a_1 * d_1 + a_2 * d_2 + x_0 * d_3
+            dw_1 = dw_1 + a_1 * d_0 + a_2 * d_1 + x_0 * d_2 + x_1 * d_3
+            dw_2 = dw_2 + a_2 * d_0 + x_0 * d_1 + x_1 * d_2 + x_2 * d_3
+            dw_3 = dw_3 + x_0 * d_0 + x_1 * d_1 + x_2 * d_2 + x_3 * d_3
+            if bias is not None:
+                db += d_0 + d_1 + d_2 + d_3
         a_0, a_1, a_2 = x_1, x_2, x_3
         c_0, c_1, c_2 = d_1, d_2, d_3
     part = parts + (batch * tl.num_programs(1) + tl.program_id(1)) * 5 * D + channel
@@ -224,4 +240,5 @@ def _backward(
     tl.store(part + D, dw_1, live)
     tl.store(part + 2 * D, dw_2, live)
     tl.store(part + 3 * D, dw_3, live)
-    tl.store(part + 4 * D, db, live)
+    if bias is not None:
+        tl.store(part + 4 * D, db, live)
