@@ -28,6 +28,13 @@ DEVICE void multiply_add(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four matrices [8, 8] of bfloat16 out of shared memory: thread 8 i + r says where row r of the i-th lies, and thread 4 g + c gets (g, 2 c) and
+// (g, 2 c + 1) of each.
+DEVICE void load_matrices(unsigned (&r)[4], const bfloat16* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(row)) : "memory");
+}
+
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 DEVICE void wait_for_warp() { __syncwarp(); }
@@ -44,6 +51,28 @@ DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void end_of_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void groups_done_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Programs of a cluster wait for each other; what they wrote to their shared memory before, all may read after.
+DEVICE void begin_wait_for_cluster() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+// What lies where `mine` does, in the shared memory of another program of the cluster.
+DEVICE unsigned address_of(int program, const void* mine) {
+  unsigned r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(program));
+  return r;
+}
+DEVICE float4 read_of(int program, const float4* mine) {
+  float4 r;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address_of(program, mine)));
+  return r;
+}
+DEVICE float read_of(int program, const float* mine) {
+  float r;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(address_of(program, mine)));
+  return r;
+}
 
 // Programmatic dependent launch.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

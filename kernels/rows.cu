@@ -2,10 +2,12 @@
 // time of the weight's bytes, so all of a program's are asked for at once, with EARLY before the kernel before has ended; and they go to shared memory, of
 // which a processor has as much as it has registers, so that more programs are under way: each thread to its own 16 bytes, which nobody else reads.
 //
-// A program has OUTPUTS (16 or 8) rows of the weight, GATED 8 of either half, and each of its WARPS a part of their inputs; what they sum is added up.
-// Tensor cores take 16 inputs in any order that is both operands' own: 4 threads a row, each with 8 inputs in line for two products.
+// A program has OUTPUTS rows of the weight, GATED as many of either half, and each of its WARPS a part of their inputs; what they sum is added up.
+// Tensor cores take 16 rows of a weight at once, GATED up to 8 of either half, TILES_OF_W times. Of 16 inputs they take any order that is both operands' own:
+// 4 threads a row, each with 8 inputs in line for two products.
 constexpr int PART = INPUTS / WARPS, CHUNKS = PART / 32, THREADS = 32 * WARPS;
-constexpr bool BOTH = GATED || OUTPUTS == 16;  // whether tensor cores' other 8 rows are in use
+constexpr int ROWS = GATED && OUTPUTS < 8 ? OUTPUTS : 8, STEP = GATED ? ROWS : 16, TILES_OF_W = (OUTPUTS + STEP - 1) / STEP;
+constexpr int SIDES = GATED || OUTPUTS > 8 ? 2 : 1, SLOTS = 4 * ROWS * WARPS;  // a tile's rows: ROWS and as many again, or only those
 static_assert(PART % 32 == 0);
 
 DEVICE float square(unsigned x) {
@@ -16,16 +18,21 @@ DEVICE float square(unsigned x) {
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 rows(const bfloat16* x, const bfloat16* __restrict__ weight, const bfloat16* residual, void* y, int M, int J, float epsilon, float cap) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, first = warp * PART + lane % 4 * 8, j = blockIdx.x * OUTPUTS;
-  const bfloat16* low = weight + (int64)min(j + group, J - 1) * INPUTS + first;
-  const bfloat16* high = weight + (GATED ? (int64)(J + min(j + group, J - 1)) : (int64)min(j + group + 8, J - 1)) * INPUTS + first;
-  uint4* w = (uint4*)memory + threadIdx.x;  // [CHUNKS, 1 or 2, THREADS]
+  uint4* w = (uint4*)memory + warp * 4 * ROWS + lane;  // [CHUNKS, TILES_OF_W, SIDES, SLOTS]
 #if EARLY
   let_next_begin();
 #endif
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    copy_16(w + c * (1 + BOTH) * THREADS, low + c * 32, true);
-    if (BOTH) copy_16(w + (c * 2 + 1) * THREADS, high + c * 32, true);
+  for (int m = 0; m < TILES_OF_W; m++) {
+    const int output = j + m * STEP + group;
+    const bfloat16* low = weight + (int64)min(output, J - 1) * INPUTS + first;
+    const bfloat16* high = weight + (int64)(GATED ? J + min(output, J - 1) : min(output + 8, J - 1)) * INPUTS + first;
+    if (group < ROWS)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) {
+        copy_16(w + (c * TILES_OF_W + m) * SIDES * SLOTS, low + c * 32, true);
+        if (SIDES == 2) copy_16(w + ((c * TILES_OF_W + m) * 2 + 1) * SLOTS, high + c * 32, true);
+      }
   }
 #if EARLY
   wait_for_kernel_before();
@@ -39,22 +46,35 @@ rows(const bfloat16* x, const bfloat16* __restrict__ weight, const bfloat16* res
       if (n * 8 + group < M) of_x[c][n] = *(const uint4*)(x + (int64)(n * 8 + group) * INPUTS + first + c * 32);
     }
   copies_done();
-  float sums[TILES][4] = {}, squares[TILES] = {};
+  float sums[TILES_OF_W][TILES][4] = {}, squares[TILES] = {};
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    const uint4 one = w[c * (1 + BOTH) * THREADS], other = BOTH ? w[(c * 2 + 1) * THREADS] : uint4{0, 0, 0, 0};
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      multiply_add(sums[n], one.x, other.x, one.y, other.y, of_x[c][n].x, of_x[c][n].y);
-      multiply_add(sums[n], one.z, other.z, one.w, other.w, of_x[c][n].z, of_x[c][n].w);
+    for (int n = 0; n < TILES; n++)
       if (NORM) squares[n] += (square(of_x[c][n].x) + square(of_x[c][n].y)) + (square(of_x[c][n].z) + square(of_x[c][n].w));
+#pragma unroll
+    for (int m = 0; m < TILES_OF_W; m++) {
+      uint4 one = {0, 0, 0, 0}, other = {0, 0, 0, 0};
+      if (group < ROWS) {
+        one = w[(c * TILES_OF_W + m) * SIDES * SLOTS];
+        if (SIDES == 2) other = w[((c * TILES_OF_W + m) * 2 + 1) * SLOTS];
+      }
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        multiply_add(sums[m][n], one.x, other.x, one.y, other.y, of_x[c][n].x, of_x[c][n].y);
+        multiply_add(sums[m][n], one.z, other.z, one.w, other.w, of_x[c][n].z, of_x[c][n].w);
+      }
     }
   }
 
-  // sums[n]: (output group, rows 2 t and 2 t + 1 of the tile), then (output group + 8, the same), t = lane % 4; squares[n]: of row `group`.
-  float *shared = (float*)((uint4*)memory + CHUNKS * (1 + BOTH) * THREADS), *shared_squares = shared + WARPS * TILES * 128;
+  // sums[m][n]: (output group, rows 2 t and 2 t + 1 of the tile), then (output group + 8, the same), t = lane % 4; squares[n]: of row `group`.
+  __syncthreads();  // the weights' memory has room for them
+  float *shared = (float*)memory, *shared_squares = shared + WARPS * TILES_OF_W * TILES * 128;
+#pragma unroll
   for (int n = 0; n < TILES; n++) {
-    for (int i = 0; i < 4; i++) shared[(warp * TILES + n) * 128 + lane * 4 + i] = sums[n][i];
+#pragma unroll
+    for (int m = 0; m < TILES_OF_W; m++)
+      *(float4*)(shared + ((warp * TILES_OF_W + m) * TILES + n) * 128 + lane * 4) = make_float4(sums[m][n][0], sums[m][n][1], sums[m][n][2], sums[m][n][3]);
     if (NORM) {
       squares[n] += shuffle_xor(squares[n], 1);
       squares[n] += shuffle_xor(squares[n], 2);
@@ -62,16 +82,15 @@ rows(const bfloat16* x, const bfloat16* __restrict__ weight, const bfloat16* res
     }
   }
   __syncthreads();
-  constexpr int EACH = OUTPUTS / 4;
-  for (int i = threadIdx.x; i < TILES * 32 * EACH; i += THREADS) {
-    // Of a tile: which of its numbers, whose thread had it, and what it is of.
-    const int n = i / (32 * EACH), of = i / EACH % 32, which = i % EACH;
-    const int row = n * 8 + of % 4 * 2 + which % 2, output = j + of / 4 + which / 2 * 8;
-    if (row >= M || output >= J) continue;
+  constexpr int EACH = SIDES == 1 || GATED ? 2 : 4;
+  for (int i = threadIdx.x; i < TILES_OF_W * TILES * 32 * EACH; i += THREADS) {
+    const int tile = i / (32 * EACH), n = tile % TILES, m = tile / TILES, of = i / EACH % 32, which = i % EACH;
+    const int row = n * 8 + of % 4 * 2 + which % 2, output = j + m * STEP + of / 4 + which / 2 * 8;
+    if (row >= M || output >= J || (GATED && of / 4 >= ROWS)) continue;
     float a = 0, b = 0, norm = 1;
     for (int warp = 0; warp < WARPS; warp++) {
-      a += shared[(warp * TILES + n) * 128 + of * 4 + which];
-      if (GATED) b += shared[(warp * TILES + n) * 128 + of * 4 + 2 + which];
+      a += shared[((warp * TILES_OF_W + m) * TILES + n) * 128 + of * 4 + which];
+      if (GATED) b += shared[((warp * TILES_OF_W + m) * TILES + n) * 128 + of * 4 + 2 + which];
     }
     if (NORM) {
       float sum = 0;

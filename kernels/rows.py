@@ -1,11 +1,12 @@
 """A block's products and what stands between them, one token of every sequence: scaled rows, gated branches, capped logits, each one short Triton kernel;
-for a few rows in bfloat16, product and all in one kernel of CUDA C (`rows.cu`).
+for a few rows in bfloat16, product and all in one kernel of CUDA C (`rows.cu`, `rows_in_clusters.cu`).
 
 A norm over a whole row is one number a row. It may follow a product instead of standing before it, n(x) W = n (x W), so products take the stream as it is.
 
 Shapes: M rows, D width, J columns.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,25 +14,36 @@ import triton
 import triton.language as tl
 
 from kernels import nvrtc
-from kernels.launch import divide_up, early, launch
+from kernels.launch import divide_up, early, launch, since_hopper
 
 BLOCK = 1024
-SOURCE = Path(__file__).with_name("rows.cu")
-WARPS = 8
-PROCESSOR = 228 * 1024  # bytes of shared memory, of an H100 or H200
-FEW = 8
-"""Rows that `product_of_few` takes at most. A token of a 1B Mesa takes an H200 0.92 ms of one sequence and 1.10 of eight, and by cuBLAS's products with
-kernels around them 1.34 and 1.49."""
+ROWS, CLUSTERS = (Path(__file__).with_name(name) for name in ("rows.cu", "rows_in_clusters.cu"))
+FEW, MORE = 8, 16
+"""Rows that `rows.cu` takes at most, and `rows_in_clusters.cu`, of which cuBLAS is the faster above. A token of a 1B Mesa takes an H200 0.92 ms of one
+sequence, 1.10 of 8, 1.35 of 16; by cuBLAS's products with kernels around them 1.34, 1.49 and 1.62."""
+PROCESSORS, MEMORY = 132, 228 * 1024
+"""Of an H200 or H100, and bytes of shared memory of each: shapes of programs are made for them, and right on others."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """How a product of few rows is started: the kernel's file, its grid, threads and bytes of shared memory of a program, and its constants."""
+
+    source: Path
+    count: int
+    threads: int
+    shared: int
+    constants: dict[str, int]
 
 
 def few(x_MD: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether `product_of_few` takes such rows, and rows as wide as weights are."""
-    M = len(x_MD)
-    if M > FEW or x_MD.dtype != torch.bfloat16 or not x_MD.is_cuda or nvrtc.refusal() is not None:
+    M, D = x_MD.shape
+    if M > MORE or x_MD.dtype != torch.bfloat16 or not x_MD.is_cuda or nvrtc.refusal() is not None or not (M <= FEW or since_hopper()):
         return False
     has = torch.cuda.get_device_properties(x_MD.device).shared_memory_per_block_optin
-    wanted = [(x_MD.shape[1], 16), *((weight.shape[1], _outputs(M, *weight.shape)) for weight in weights)]
-    return all(D % (32 * WARPS) == 0 and _shared(M, D, rows) <= has for D, rows in wanted)
+    wanted = [_programs(M, 4 * D, D, True), *(_programs(M, *weight.shape, False) for weight in weights)]
+    return all(programs is not None and programs.shared <= has for programs in wanted)
 
 
 def product_of_few(
@@ -42,24 +54,50 @@ def product_of_few(
     add_to: what it is added to, there. cap: cap tanh(y / cap), 0 for none."""
     (M, D), J = x_MD.shape, len(weight_JD) // (2 if gated else 1)
     y_MJ = x_MD.new_empty((M, J), dtype=torch.float32 if wide else x_MD.dtype) if add_to is None else add_to
-    outputs = 8 if gated else _outputs(M, J, D)
-    shared = _shared(M, D, 16 if gated else outputs)  # gated: of either half
+    programs = _programs(M, J, D, gated)
+    assert programs is not None, "`few` refuses such rows"
     nvrtc.launch(
-        SOURCE, "rows", (divide_up(J, outputs),), 32 * WARPS, shared, x_MD, weight_JD, add_to, y_MJ, M, J, float(epsilon or 0), float(cap or 1),
-        early=early(), INPUTS=D, WARPS=WARPS, TILES=divide_up(M, 8), OUTPUTS=outputs, PROGRAMS=max(1, min(4, PROCESSOR // (shared + 1024))),
-        GATED=int(gated), NORM=int(epsilon is not None), WIDE=int(wide), CAP=int(cap > 0), EARLY=int(early()),
+        programs.source, "rows", (programs.count,), programs.threads, programs.shared, x_MD, weight_JD, add_to, y_MJ, M, J, float(epsilon or 0),
+        float(cap or 1), early=early(), **programs.constants, INPUTS=D, GATED=int(gated), NORM=int(epsilon is not None), WIDE=int(wide),
+        CAP=int(cap > 0), EARLY=int(early()),
     )  # fmt: skip
     return y_MJ
 
 
-def _outputs(M: int, J: int, D: int) -> int:
-    """A program's: 8, half of what tensor cores take, where the weight has so few rows that processors would be without one, or so long ones."""
-    return 8 if D > 2048 or (M <= 4 and J <= 2048) else 16
+def _programs(M: int, J: int, D: int, gated: bool) -> Programs | None:
+    """What was fastest of what was tried, for the shapes of a 1B model; None where a weight's rows cannot be divided so."""
+    return _in_clusters(M, J, D, gated) if M > FEW and J <= 8 * D else _in_slots(M, J, D, gated)
 
 
-def _shared(M: int, D: int, rows: int) -> int:
-    """Bytes of shared memory of a program: so many rows of the weight, and what its warps sum, with the squares of M rows."""
-    return 2 * rows * D + 4 * WARPS * 136 * divide_up(M, 8)
+def _in_slots(M: int, J: int, D: int, gated: bool) -> Programs | None:
+    """Of `rows.cu`. Two programs of many outputs a processor, or some of 8 where outputs are few or rows are long."""
+    warps = 16 if D > 2048 and D % 512 == 0 else 8
+    if D % (32 * warps):
+        return None
+    if gated:
+        outputs = 8 if divide_up(J, 8) <= 4 * PROCESSORS else 7  # five programs of 7 a processor: with 4,608 outputs, all at once
+    else:
+        outputs = 8 if J <= 2048 or D > 2048 else 32 if M <= 8 and D > 1024 else 16
+    tiles, tiles_of_w = divide_up(M, 8), divide_up(outputs, 8 if gated else 16)
+    shared = max(2 * D * outputs * (2 if gated else 1), 4 * warps * tiles * (128 * tiles_of_w + 8))
+    together = max(1, min((1280 if M <= 8 else 768) // (32 * warps), MEMORY // (shared + 1024)))
+    constants = {"WARPS": warps, "TILES": tiles, "OUTPUTS": outputs, "PROGRAMS": together}
+    return Programs(ROWS, divide_up(J, outputs), 32 * warps, shared, constants)
+
+
+def _in_clusters(M: int, J: int, D: int, gated: bool) -> Programs | None:
+    """Of `rows_in_clusters.cu`, two programs a processor. The fewer outputs there are, the more programs share a weight's rows."""
+    rows, outputs, most = 16, 32 if D > 2048 else 48, MEMORY // 2 - 1024
+    cluster = next((size for size in ((1,) if gated else (2, 1) if J > 2048 else (4, 2, 1)) if D % (128 * size) == 0), None)
+    if cluster is None:
+        return None
+    part = D // cluster
+    pieces, buffers = (1, 1) if 2 * part * (outputs + rows) <= most else (part // 128, min(part // 128, most // (256 * (outputs + rows))))
+    warps = 3 if J > 2048 and not gated and outputs == 48 else 1
+    shared = max(2 * part // pieces * buffers * (outputs + rows), 16 * rows * (outputs + 5))
+    constants = {"CLUSTER": cluster, "OUTPUTS": outputs, "ROWS": rows, "PIECES": pieces, "BUFFERS": buffers, "PROGRAMS": 2}
+    constants |= {"OUTPUT_WARPS": warps, "INPUT_WARPS": 4}
+    return Programs(CLUSTERS, cluster * divide_up(J, outputs // 2 if gated else outputs), 128 * warps, shared, constants)
 
 
 def product(x_MD: torch.Tensor, weight_JD: torch.Tensor, *, wide: bool = False, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Block:
         from kernels import rows
         from kernels.convolution import one_token as convolution
 
-        layer, few = self.layer, rows.few(x_BD, self.out, self.down)
+        layer, few = self.layer, rows.few(x_BD, self.projections, self.out, self.down)
         with launch.chained():
             if few:
                 projected = rows.product_of_few(x_BD, self.projections, epsilon=NORM_EPSILON, wide=True)
@@ -120,7 +120,7 @@ def logits(x_BD: Array, weight_VD: Array, vocab_size: int) -> Array:
     """Logits [B, V], float32, of the stream behind the last block."""
     from kernels import rows
 
-    if rows.few(x_BD):
+    if rows.few(x_BD, weight_VD):
         with launch.chained():
             return rows.product_of_few(x_BD, weight_VD, epsilon=NORM_EPSILON, wide=True, cap=SOFT_CAP)[:, :vocab_size]
     return rows.capped(rows.product(x_BD, weight_VD, wide=True), x_BD, NORM_EPSILON, SOFT_CAP)[:, :vocab_size]

@@ -1,4 +1,4 @@
-// What kernels/card.cuh says, on a CPU: a thread for a thread; warps and programs that wait for each other at barriers.
+// What kernels/card.cuh says, on a CPU: a thread for a thread; warps, programs and clusters of programs that wait for each other at barriers.
 // Uninitialised shared memory is NaN; tensor cores round their operands to tf32 as a card does, by cutting bits off.
 #include <algorithm>
 #include <barrier>
@@ -17,13 +17,20 @@ typedef long long int64;
 #define __restrict__
 #define __shared__
 #define __launch_bounds__(threads, programs)
+#define __cluster_dims__(x, y, z)
 #define __syncthreads() here->all.arrive_and_wait()
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 struct alignas(16) float4 {
   float x, y, z, w;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
 };
 using std::max;
 using std::min;
@@ -40,12 +47,15 @@ struct Program {
   std::vector<std::unique_ptr<std::barrier<>>> warps;
   float told[32][32][6];  // what a warp's threads tell each other
   unsigned told_bits[32][32][6];
+  const bfloat16* told_where[32][32];
   float4 shared[SHARED_BYTES / 16];
   Program(int threads) : all(threads) {
     for (int warp = 0; warp < threads / 32; warp++) warps.push_back(std::make_unique<std::barrier<>>(32));
     for (auto& m : shared) m.x = m.y = m.z = m.w = std::numeric_limits<float>::quiet_NaN();
   }
 };
+static std::barrier<>* cluster_waits;
+static std::vector<std::unique_ptr<Program>> cluster;
 static thread_local Program* here;
 static thread_local float4* memory;
 
@@ -109,6 +119,14 @@ DEVICE void groups_done_but() {
   for (; asked.size() > N + 1; asked.erase(asked.begin())) make(asked.front());
 }
 
+static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrived;
+DEVICE void begin_wait_for_cluster() { arrived = std::make_unique<std::barrier<>::arrival_token>(cluster_waits->arrive()); }
+DEVICE void wait_for_cluster() { cluster_waits->wait(std::move(*arrived)); }
+template <class T>
+DEVICE T read_of(int program, const T* mine) {
+  return *(const T*)((const char*)cluster[program]->shared + ((const char*)mine - (const char*)memory));
+}
+
 
 // Kernels run one after another here.
 DEVICE void wait_for_kernel_before() {}
@@ -141,24 +159,36 @@ DEVICE void multiply_add(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, u
   }
 }
 
+DEVICE void load_matrices(unsigned (&r)[4], const bfloat16* row) {
+  auto& of = here->told_where[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  wait_for_warp();
+  of[lane] = row;
+  wait_for_warp();
+  for (int i = 0; i < 4; i++) memcpy(&r[i], of[8 * i + lane / 4] + lane % 4 * 2, 4);
+}
+
 template <class... A, size_t... I>
 void call(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
   kernel(*(A*)values[I]...);
 }
 
-// All programs of a grid, one after another. values: where each argument lies, as cuLaunchKernel takes them.
+// All programs of a grid, one cluster after another. values: where each argument lies, as cuLaunchKernel takes them.
 template <class... A>
 void run(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** values) {
   gridDim = {grid_x, grid_y};
   for (int y = 0; y < grid_y; y++)
-    for (int x = 0; x < grid_x; x++) {
-      auto program = std::make_unique<Program>(threads);
+    for (int x = 0; x < grid_x; x += CLUSTER) {
+      std::barrier<> all(CLUSTER * threads);
+      cluster_waits = &all;
+      cluster.clear();
+      for (int i = 0; i < CLUSTER; i++) cluster.push_back(std::make_unique<Program>(threads));
       std::vector<std::thread> running;
-      for (int i = 0; i < threads; i++)
-        running.emplace_back([=, &program] {
-          threadIdx = {i, 0};
-          blockIdx = {x, y};
-          here = program.get();
+      for (int i = 0; i < CLUSTER * threads; i++)
+        running.emplace_back([=] {
+          threadIdx = {i % threads, 0};
+          blockIdx = {x + i / threads, y};
+          here = cluster[i / threads].get();
           memory = here->shared;
           call(kernel, values, std::index_sequence_for<A...>());
         });

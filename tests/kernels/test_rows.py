@@ -41,7 +41,9 @@ def test_norms_behind_products(M, J, D, dtype):
 
 
 @pytest.mark.skipif(launch.INTERPRETED or nvrtc.refusal() is not None, reason="CUDA C; test_rows_in_c.py has its threads on a CPU")
-@pytest.mark.parametrize(("M", "J", "D"), [(1, 40, 1536), (rows.FEW, 2051, 768), (3, 1500, 4608)])
+@pytest.mark.parametrize(
+    ("M", "J", "D"), [(1, 40, 1536), (rows.FEW, 2051, 768), (3, 1500, 4608), (11, 1500, 4608), (rows.MORE, 2051, 1536)]
+)
 def test_products_of_few_rows(M, J, D):
     x, weight, add = (
         normal(M, D, dtype=torch.bfloat16),
