@@ -62,7 +62,8 @@ def in_place() -> bool:
 @contextmanager
 def chained() -> Iterator[None]:
     """Inside, a kernel that can begins while the one before it ends (programmatic dependent launch): it asks for weights and states, and waits for
-    the other's end before it reads anything else or writes. So what it asks for early must be older than the kernel before."""
+    the other's end before it reads anything else or writes. So what it asks for early must be older than the kernel before, and than those before that which
+    let the next begin before they have waited themselves (`rows.product_of_few`: its weights never change)."""
     global _chained
     before, _chained = _chained, not INTERPRETED and since_hopper()
     try:
