@@ -96,8 +96,8 @@ def reached(asked_C, length_C, lam_K, bound, BACK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def check(
-    rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal, output, residual, since,
-    reading,
+    rhs, keys, sizes, reaches, amounts, x0, v, beta, sums, tags, firsts,
+    lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal, output, residual, since, reading,
     T, H, BH, steps, bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,8 @@ def check(
     """
     if PART == "only":
         _check(
-            rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, output, residual, since,
+            rhs, keys, sizes, reaches, amounts, x0, v, beta, sums, tags, firsts,
+            lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, output, residual, since,
             reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
         )  # fmt: skip
     elif PART == "first":
@@ -122,31 +123,32 @@ def check(
             tl.store(flag + tl.program_id(0), 1)
         else:
             _check(
-                rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, output, residual, since,
+                rhs, keys, sizes, reaches, amounts, x0, v, beta, sums, tags, firsts,
+                lam, high, low, scale, x, taken, asked, lengths, flag, None, goal, output, residual, since,
                 reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
             )  # fmt: skip
     elif (tl.load(flag + tl.program_id(0)) & 1) != 0:
         _check(
-            rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, left if PART == "left" else None,
+            rhs, keys, sizes, reaches, amounts, x0, v, beta, sums, tags, firsts,
+            lam, high, low, scale, x, taken, asked, lengths, flag, left if PART == "left" else None,
             goal, output, residual, since, reading, T, H, BH, steps, bound, K, V, C, BK, BJ, MODE, BACK, PART,
         )  # fmt: skip
 
 
 @triton.jit
 def _check(
-    rhs, keys, sizes, x0, v, beta, sums, tags, firsts, lam, high, low, scale, x, taken, asked, lengths, flag, left, goal, output, residual, since, reading,
+    rhs, keys, sizes, reaches, amounts, x0, v, beta, sums, tags, firsts,
+    lam, high, low, scale, x, taken, asked, lengths, flag, left, goal, output, residual, since, reading,
     T, H, BH, steps, bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
     h, first_row, row_C, real_C, chunk = place(m, T, H, BH, C)
     at_CK, real_CK, _, _, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
-    k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
-    if PART == "first" and not BACK:
-        keys_square = tl.sum(tl.sum(k_CK.to(tl.float32) * k_CK.to(tl.float32), 1), 0)
-    weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
-    over_C = over(lengths, first_row, row_C, real_C)
     x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
+    k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
+    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
+    over_C = over(lengths, first_row, row_C, real_C)
     size_C = row_scales(x_CK, MODE)
     x_CK *= (1 / size_C)[:, None]
     square_C = tl.sum(x_CK * x_CK, 1)
@@ -155,8 +157,8 @@ def _check(
     inside_CC = times_halves(x_CK, x_low_CK, tl.trans(k_CK), None, None, MODE)
     faint = 0
     if PART == "first" and not BACK:
-        random = tl.sum(square_C, 0) * keys_square / K
-        faint = (tl.sum(tl.sum(inside_CC * inside_CC, 1), 0) < random * FAINT).to(tl.int32)
+        random = tl.sum(square_C, 0) * tl.load(amounts + m * 7 + 6) / K
+        faint = (tl.sum(inside_CC * inside_CC) < random * FAINT).to(tl.int32)
     inside_CC, inside_low_CC = halves(inside_CC * weight_CC, k_CK.dtype, MODE)
     left_C, read_C = evaluate(
         rhs, keys, x, x0, high, low, left, x_CK, x_low_CK, inside_CC, inside_low_CC, size_C * unit, start_C, over_C, lam + h * K, m,

@@ -61,7 +61,7 @@ def apply(p_CK, k_CK, high_KK, low_KK, weight_CC, start_C, MODE: tl.constexpr):
 
 @triton.jit
 def conjugate_gradients(
-    b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam_at, real_K, unit, steps, eps,
+    b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam_K, steps, eps,
     MODE: tl.constexpr, SHORT: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr,
 ):  # fmt: skip
     """(x, steps taken, limit) for rows b of norm 1 and directions p. SHORT: r in float16. JACOBI: the start is first_C times p."""
@@ -72,14 +72,14 @@ def conjugate_gradients(
     p_CK, r_CK = p_CK.to(HELD), b_CK.to(KEPT)
     if MODE == "half":
         weight_CC = weight_CC.to(HELD)
-    x_CK = b_CK * 0.0
+    x_CK = tl.zeros_like(b_CK)
     rho_C = first_C * 0.0 + 1.0
     taken_C = (first_C * 0.0).to(tl.int32)
     count = -1 if JACOBI else 0
     while (tl.max(going_C.to(tl.int32), 0) > 0) & (count < steps):
         Ap_CK = apply(p_CK, k_CK, high_KK, low_KK, weight_CC, start_C, MODE)
         direction_CK = p_CK.to(tl.float32)
-        Ap_CK += (tl.load(lam_at, mask=real_K, other=1.0) / unit)[None, :] * direction_CK
+        Ap_CK += lam_K[None, :] * direction_CK
         curvature_C = tl.sum(direction_CK * Ap_CK, 1)
         moves_C = going_C & ((curvature_C > 0) | (count < 0))
         way_C = tl.where(count < 0, first_C, 1 / tl.where(curvature_C > 0, curvature_C, 1.0))
@@ -94,7 +94,7 @@ def conjugate_gradients(
         going_C = moves_C & (rho_C > limit_C)
         Ap_CK *= (1 / tl.where(going_C, turn_C, 1.0))[:, None]
         r_CK = Ap_CK.to(KEPT)
-        p_CK = (Ap_CK + tl.where(going_C & (count >= 0), turn_C, 0.0)[:, None] * direction_CK).to(HELD)
+        p_CK = tl.fma(tl.where(going_C & (count >= 0), turn_C, 0.0)[:, None], direction_CK, Ap_CK).to(HELD)
         taken_C += (moves_C & (count >= 0)).to(tl.int32)
         count += 1
     return x_CK, taken_C, limit_C
@@ -111,7 +111,7 @@ def of_norm_1(b_CK):
 
 @triton.jit(do_not_specialize=["T", "H", "BH", "steps"])
 def iterate(
-    rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, flag, T, H, BH, steps, eps,
+    rhs, keys, reaches, amounts, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, flag, T, H, BH, steps, eps,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
@@ -122,19 +122,19 @@ def iterate(
     """
     if not CORRECT:
         _iterate(
-            rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+            rhs, keys, reaches, amounts, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
             K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,
         )  # fmt: skip
     elif (tl.load(flag + tl.program_id(0)) & 1) != 0:
         _iterate(
-            rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+            rhs, keys, reaches, amounts, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
             K, V, C, BK, MODE, JACOBI, CRITERION, CORRECT,
         )  # fmt: skip
 
 
 @triton.jit
 def _iterate(
-    rhs, keys, sizes, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
+    rhs, keys, reaches, amounts, beta, sums, tags, firsts, lam, high, low, scale, solution, short, taken, asked, lengths, T, H, BH, steps, eps,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     MODE: tl.constexpr, JACOBI: tl.constexpr, CRITERION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
@@ -143,11 +143,14 @@ def _iterate(
     at_CK, real_CK, at_KK, real_KK, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
     i_K = tl.arange(0, BK)
     ONCE: tl.constexpr = "exact" if MODE == "exact" else "half"
-    # All that comes from memory is asked for at once.
+    # All that comes from memory is asked for before anything waits for it.
+    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
+    b_CK = tl.load(rhs + at_CK, mask=real_CK, other=0.0).to(tl.float32)
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
     high_KK = tl.load(high + at_KK, mask=real_KK, other=0.0)
-    b_CK = tl.load(rhs + at_CK, mask=real_CK, other=0.0).to(tl.float32)
-    weight_CC, start_C, unit = system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
+    lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=1.0) * (1 / unit)
+    if JACOBI:
+        diagonal_K = tl.load(high + m.to(tl.int64) * K * (V + K) + V + i_K * (V + K + 1), mask=real_K, other=0.0).to(tl.float32)
     # Made in the layout that products leave their results in, so that nothing is made anew in another, and all scalars of tokens are there.
     weight_CC += 0.0 * product(k_CK, tl.trans(k_CK), None, None, ONCE)
     b_CK, most_C, norm_C = of_norm_1(settled(b_CK))
@@ -163,21 +166,18 @@ def _iterate(
     else:
         limit_C = first_C + (0.0 if JACOBI else tl.maximum(eps, SMALLEST))
     if JACOBI:
-        lam_K = tl.load(lam + h * K + i_K, mask=real_K, other=1.0)
-        diagonal_K = tl.load(high + m.to(tl.int64) * K * (V + K) + V + i_K * (V + K + 1), mask=real_K, other=0.0).to(tl.float32)
-        squared_CK = k_CK.to(tl.float32) * k_CK.to(tl.float32)
-        diagonal_CK = product(operand(weight_CC, MODE), operand(squared_CK, MODE), None, None, ONCE)
-        diagonal_CK += start_C[:, None] * diagonal_K[None, :] + (lam_K / unit)[None, :]
-        positive_CK = diagonal_CK > 0
-        root_CK = tl.rsqrt(tl.where(positive_CK, diagonal_CK, 1.0))  # quicker than to divide
-        p_CK = tl.where(positive_CK, b_CK * root_CK * root_CK, 0.0)
+        diagonal_CK = product(operand(weight_CC, MODE), k_CK * k_CK, None, None, ONCE)
+        # No plain sum: it would become the product's accumulator, made in another layout, in which each thread has the decays of all tokens.
+        diagonal_CK = tl.fma(start_C[:, None], diagonal_K[None, :], diagonal_CK) + lam_K[None, :]
+        root_CK = tl.where(diagonal_CK > 0, tl.rsqrt(diagonal_CK), 0.0)  # quicker than to divide
+        p_CK = b_CK * root_CK * root_CK
         first_C = tl.sqrt(tl.sum(p_CK * p_CK, 1))
         p_CK *= (1 / tl.where(first_C > 0, first_C, 1.0))[:, None]
     low_KK = high_KK
     if MODE == "split":
         low_KK = tl.load(low + at_KK, mask=real_KK, other=0.0)
     x_CK, taken_C, limit_C = conjugate_gradients(
-        b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam + h * K + i_K, real_K, unit, steps, eps,
+        b_CK, going_C, first_C, p_CK, limit_C, k_CK, high_KK, low_KK, weight_CC, start_C, lam_K, steps, eps,
         MODE, MODE == "half", JACOBI, CRITERION,
     )  # fmt: skip
     if CORRECT:

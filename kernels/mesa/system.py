@@ -35,15 +35,14 @@ def place_of_keys(m, first_row, row_C, real_C, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
-def system(m, chunk, sizes, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C: tl.constexpr, MODE: tl.constexpr):
-    """Of A = unit * (weight, start, Lambda / unit) for keys over their sizes: weight_CC, start_C, unit."""
-    reach_C = tl.load(beta + first_row + row_C, mask=real_C, other=0.0)
-    sum_C, tag_C = tl.load(sums + chunk * C + tl.arange(0, C)), tl.load(tags + chunk * C + tl.arange(0, C))
+def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C: tl.constexpr, MODE: tl.constexpr):
+    """Of A = unit * (weight, start, Lambda / unit) for keys over their sizes: weight_CC, start_C, unit. reaches, amounts: `walks.prepare`'s."""
+    i_C = tl.arange(0, C)
+    sum_C, tag_C = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C)
     start_C = since_start(sum_C, tag_C, tl.load(firsts + chunk))
     if MODE == "exact":
-        return weights(sum_C, tag_C, reach_C), start_C, 1.0
+        return weights(sum_C, tag_C, tl.load(beta + first_row + row_C, mask=real_C, other=0.0)), start_C, 1.0
     else:
-        size_C, H_size = tl.load(sizes + first_row + row_C, mask=real_C, other=1.0), tl.load(scale + m * 2 + 1)
-        reach_C *= size_C * size_C
-        unit = power_of_two(tl.maximum(tl.max(reach_C, 0), H_size))
-        return weights(sum_C, tag_C, reach_C / unit), start_C * (H_size / unit), unit
+        H_size = tl.load(scale + m * 2 + 1)
+        unit = power_of_two(tl.maximum(tl.load(amounts + m * 7 + 5), H_size))
+        return weights(sum_C, tag_C, tl.load(reaches + m * C + i_C) * (1 / unit)), start_C * (H_size / unit), unit

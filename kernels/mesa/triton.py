@@ -68,36 +68,38 @@ def forward(q, k, v, log_decay, beta, lam, sign, S_BHKX, *, steps, eps, criterio
     high = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.float16)
     low = high if mode == "exact" else torch.empty_like(high)
     scale, last = new((M, 2), dtype=torch.float32), torch.empty_like(S_BHKX)
-    keys, sizes, *written = prepare(k, v, beta, decays, chunk, mode)
+    keys, sizes, reaches, factors, amounts = prepare(k, v, beta, decays, chunk, mode)
     columns, warps, stages = CONFIGURATIONS[mode]["starts"]
     launch(
-        walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), keys, v, beta, *decays, *written, S_BHKX, high, low, scale, last,
+        walks.starts, (divide_up(V, columns) + divide_up(K, columns), B * H), keys, v, beta, *decays, factors, amounts, S_BHKX, high, low, scale, last,
         T, H, N, B * H, **shape, BW=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
     short = torch.empty_like(q) if mode == "refine" else None
     o = torch.empty_like(v)
-    system = (keys, sizes, beta, decays, lam, high, low, scale)
+    system = (keys, sizes, reaches, amounts, beta, decays, lam, high, low, scale)
     x, taken, residual, flag = solve(q, *system, None, short, None, v, o, steps, eps, criterion, start, chunk, mode)
-    kept = {"exact": (), "split": (low, keys, sizes), "refine": (low, keys, sizes, short, flag)}[mode]
+    kept = {"exact": (), "split": (low, *system[:4]), "refine": (low, *system[:4], short, flag)}[mode]
     return (o.to(dtype), last, taken, residual), (x, high, scale, *decays, *kept)
 
 
 def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
-    """`walks.prepare`'s keys, sizes, factors and amounts; of float32 the keys alone, as they are."""
+    """`walks.prepare`'s keys, sizes, reaches, factors and amounts; of float32 the keys alone, as they are."""
     if mode == "exact":
-        return k, None, None, None
+        return k, None, None, None, None
     B, T, H, K = k.shape
     N, V = divide_up(T, chunk), v.shape[-1]
-    new = partial(k.new_empty, dtype=torch.float32)
-    made = torch.empty_like(k, dtype=torch.float16), new(beta.shape), new((2, N * B * H, chunk)), new((N * B * H, 5))
+    M, new = N * B * H, partial(k.new_empty, dtype=torch.float32)
+    made = torch.empty_like(k, dtype=torch.float16), new(beta.shape), new((M, chunk)), new((2, M, chunk)), new((M, 7))
     launch(
-        walks.prepare, (N * B * H,), k, v, beta, *decays, *made, T, H, N, B * H,
+        walks.prepare, (M,), k, v, beta, *decays, *made, T, H, N, B * H,
         K=K, V=V, C=chunk, BK=tile(K), BV=tile(V), warps=4, stages=1,
     )  # fmt: skip
     return made
 
 
-def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, known, v, given, steps, eps, criterion, start, chunk, mode):
+def solve(
+    rhs, keys, sizes, reaches, amounts, beta, decays, lam, high, low, scale, x0, short, known, v, given, steps, eps, criterion, start, chunk, mode,
+):  # fmt: skip
     """(x, steps taken, residual, `check.check`'s flag) of A x = rhs; short is x too, and what x reads of v goes into `given`. Backward, given
     x0: `given` is `since`, the residual that part of log decay's gradient which is read from the chunk's start, and chunks `known` to be hard
     are in any case. See `check.check`."""
@@ -112,16 +114,16 @@ def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, know
     def iterate(rhs: torch.Tensor, asked: torch.Tensor, mode: str, correct: bool) -> None:
         _, warps, stages = CONFIGURATIONS["correct" if correct else mode]["iterate"]
         launch(
-            solver.iterate, (M,), rhs, keys, sizes, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, flag, T, H, B * H,
-            steps, eps, **shape, MODE={"refine": "half"}.get(mode, mode), JACOBI=start == "jacobi" and not correct, CRITERION=criterion,
+            solver.iterate, (M,), rhs, keys, reaches, amounts, beta, *decays, lam, high, low, scale, x, short, taken, asked, lengths, flag,
+            T, H, B * H, steps, eps, **shape, MODE={"refine": "half"}.get(mode, mode), JACOBI=start == "jacobi" and not correct, CRITERION=criterion,
             CORRECT=correct, warps=warps, stages=stages,
         )  # fmt: skip
 
     def check(part: str) -> None:
         columns, warps, stages = CONFIGURATIONS[mode]["check"]
         launch(
-            checker.check, (M,), rhs, keys, sizes, x0, v, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag, left, goal,
-            *((None, None, given, residual) if back else (given, residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
+            checker.check, (M,), rhs, keys, sizes, reaches, amounts, x0, v, beta, *decays, lam, high, low, scale, x, taken, asked, lengths, known, flag,
+            left, goal, *((None, None, given, residual) if back else (given, residual, None, None)), T, H, B * H, steps, BOUND, **shape, BJ=columns,
             MODE="exact" if mode == "exact" else "split", BACK=back, PART=part,
             warps=warps, stages=stages, registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip
@@ -140,7 +142,7 @@ def solve(rhs, keys, sizes, beta, decays, lam, high, low, scale, x0, short, know
 def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chunk, precision):
     q, k, v, log_decay, beta, lam, sign, S_BHKX = inputs
     x, high, scale, *decays = residuals[:6]
-    low, keys, sizes, short, flag = (*residuals[6:], *[None] * 5)[:5]
+    low, keys, sizes, reaches, amounts, short, flag = (*residuals[6:], *[None] * 7)[:7]
     low = high if low is None else low
     do, dlast = gradients[:2]
     mode, dtypes = products(q, k, v, precision), (q.dtype, k.dtype, v.dtype)
@@ -158,7 +160,7 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
         solver.right_side, (M,), do, k, v, x, beta, *decays, high, low, scale, rhs, since, T, H, B * H,
         **shape, BV=tile(V), BJ=columns, MODE=mode, warps=warps, stages=stages,
     )  # fmt: skip
-    system = (keys, sizes, beta, decays, lam, high, low, scale)
+    system = (keys, sizes, reaches, amounts, beta, decays, lam, high, low, scale)
     back, _, since, again = solve(rhs, *system, x, dq, flag, None, since, steps, eps, criterion, start, chunk, mode)
     dhigh = new((M, K, V + K), dtype=torch.float32 if mode == "exact" else torch.bfloat16)
     dlow = dhigh if mode == "exact" else torch.empty_like(dhigh)

@@ -20,31 +20,37 @@ def tile(x, row_C, real_C, first, size: tl.constexpr, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
 def prepare(
-    k, v, beta, sums, tags, firsts, keys, sizes, factors, amounts, T, H, N, BH,
+    k, v, beta, sums, tags, firsts, keys, sizes, reaches, factors, amounts, T, H, N, BH,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk is multiplied with: keys [B, T, H, K] in float16, each over a power of two, sizes [B, T, H]; factors [2, M, C], of v in G
-    and of keys in H, over the chunk's most; amounts [M, 5]: the decay over the chunk, and of G and of H that most and a bound of what is added."""
+    """What one chunk is multiplied with: keys [B, T, H, K] in float16, each over a power of two, sizes [B, T, H]; reaches [M, C], beta
+    times these twice; factors [2, M, C], of v in G and of keys in H, over the chunk's most; amounts [M, 7]: the decay over the chunk, of G and of H
+    that most and a bound of what is added, the most of reaches, and the keys' squares."""
     m = tl.program_id(0)
     _, row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K, i_C = tl.arange(0, BK), tl.arange(0, C)
     k_CK, v_CV = tile(k + row * K, row_C, real_C, 0, K, BK), tile(v + row * V, row_C, real_C, 0, V, BV)
     sum_C, tag_C, first = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C), tl.load(firsts + chunk)
     sum_end, tag_end = tl.load(sums + chunk * C + C - 1), tl.load(tags + chunk * C + C - 1)
-    write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
+    beta_C = tl.load(beta + row + row_C, mask=real_C, other=0.0)
+    write_C = beta_C * to_end(sum_C, tag_C, sum_end, tag_end)
     size_C = row_scales(k_CK, "half")
     k_CK *= (1 / size_C)[:, None]
     tl.store(keys + row * K + row_C[:, None] * K + i_K[None, :], k_CK.to(tl.float16), mask=real_C[:, None] & (i_K < K)[None, :])
     tl.store(sizes + row + row_C, size_C, mask=real_C)
-    tl.store(amounts + m * 5, since_start(sum_end, tag_end, first))
+    reach_C = beta_C * size_C * size_C
+    tl.store(reaches + m * C + i_C, reach_C)
+    tl.store(amounts + m * 7 + 5, tl.max(reach_C, 0))
+    tl.store(amounts + m * 7 + 6, tl.sum(k_CK * k_CK))
+    tl.store(amounts + m * 7, since_start(sum_end, tag_end, first))
     for part in tl.static_range(2):
         write_C *= size_C
         most_C = tl.max(tl.abs(v_CV), 1) if part == 0 else tl.max(tl.abs(k_CK), 1)
         reach_C = tl.abs(write_C) * most_C  # half of a token's part in S, or more
         most = 2 * power_of_two(tl.max(reach_C, 0))
         tl.store(factors + (part * N * BH + m) * C + i_C, write_C * (1 / most))
-        tl.store(amounts + m * 5 + 1 + 2 * part, most)
-        tl.store(amounts + m * 5 + 2 + 2 * part, 2 * tl.sum(reach_C, 0))
+        tl.store(amounts + m * 7 + 1 + 2 * part, most)
+        tl.store(amounts + m * 7 + 2 + 2 * part, 2 * tl.sum(reach_C, 0))
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
@@ -90,8 +96,8 @@ def starts(
             write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
             S_KW = product(tl.trans(k_CK), x_CW * write_C[:, None], None, S_KW * since_start(sum_end, tag_end, first), MODE)
         else:
-            keep = tl.load(amounts + m * 5)
-            most, grown = tl.load(amounts + m * 5 + 1 + 2 * part), tl.load(amounts + m * 5 + 2 + 2 * part)
+            keep = tl.load(amounts + m * 7)
+            most, grown = tl.load(amounts + m * 7 + 1 + 2 * part), tl.load(amounts + m * 7 + 2 + 2 * part)
             x_CW *= tl.load(factors + (part * N * BH + m) * C + i_C)[:, None]
             size = 2 * power_of_two(bound)
             scaled_KW = S_KW * (1 / size)
