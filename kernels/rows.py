@@ -19,8 +19,8 @@ from kernels.launch import divide_up, early, launch, since_hopper
 BLOCK = 1024
 ROWS, CLUSTERS = (Path(__file__).with_name(name) for name in ("rows.cu", "rows_in_clusters.cu"))
 FEW, MORE = 8, 16
-"""Rows that `rows.cu` takes at most, and `rows_in_clusters.cu`, of which cuBLAS is the faster above. A token of a 1B Mesa takes an H200 0.92 ms of one
-sequence, 1.10 of 8, 1.35 of 16; by cuBLAS's products with kernels around them 1.34, 1.49 and 1.62."""
+"""Rows that `rows.cu` takes at most, and `rows_in_clusters.cu`, of which cuBLAS is the faster above. A token of a 1B Mesa takes an H200 0.91 ms of one
+sequence, 1.06 of 8, 1.33 of 16; by cuBLAS's products with kernels around them 1.34, 1.49 and 1.62."""
 PROCESSORS, MEMORY = 132, 228 * 1024
 """Of an H200 or H100, and bytes of shared memory of each: shapes of programs are made for them, and right on others."""
 
