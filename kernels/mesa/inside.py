@@ -9,7 +9,7 @@ Shapes: C tokens of the chunk, K key size, V value size, X = V + K, J keys of a 
 import triton
 import triton.language as tl
 
-from kernels.linear_attention.inside import across_chunks, between_pairs
+from kernels.linear_attention.inside import between_pairs
 from kernels.linear_attention.walks import to_end
 from kernels.mesa.products import low_part, product, weights
 from kernels.mesa.system import place
@@ -25,6 +25,17 @@ def times(a, b, sum, MODE: tl.constexpr):
     else:
         high = a.to(tl.bfloat16)
         return tl.dot(low_part(a, high), b, tl.dot(high, b, sum))
+
+
+@triton.jit
+def _join(sum_a, before_a, sum_b, before_b):
+    return sum_a + sum_b, sum_a + before_b
+
+
+@triton.jit
+def sums_before(x_C):
+    """[C]: for each token the sum of those before it; not a running sum less the token, which would round."""
+    return tl.associative_scan((x_C, tl.zeros_like(x_C)), 0, _join)[1]
 
 
 @triton.jit
@@ -65,6 +76,9 @@ def _gradients(
     _, row, row_C, real_C, chunk = place(m, T, H, BH, C)
     i_K, j_V, i_C = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     at_CV, real_CV = row_C[:, None] * V + j_V[None, :], real_C[:, None] & (j_V < V)[None, :]
+    through_K = tl.load(dthrough + m * TILES * BK + i_K)
+    for i in tl.static_range(1, TILES):
+        through_K += tl.load(dthrough + (m * TILES + i) * BK + i_K)
     v_CV = tl.load(v + row * V + at_CV, mask=real_CV, other=0.0)
     do_CV = tl.load(do + row * V + at_CV, mask=real_CV, other=0.0)
     score_CC, back_CC = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -125,8 +139,5 @@ def _gradients(
         tl.store(dv + at_CJ, (written_CJ * beta_C[:, None]).to(dv.dtype.element_ty), mask=real_CJ)
     tl.store(dbeta + row + row_C, dbeta_C, mask=real_C)
     since_C = tl.load(since + row + row_C, mask=real_C, other=0.0)
-    dlog_decay_C += across_chunks(since_C, before_C * beta_C)
-    whole = 0.0
-    for i in tl.static_range(TILES):
-        whole += tl.sum(tl.load(dthrough + (m * TILES + i) * BK + i_K), 0)
-    tl.store(dlog_decay + row + row_C, dlog_decay_C + whole, mask=real_C)
+    dlog_decay_C += tl.cumsum(since_C, 0, reverse=True) + sums_before(before_C * beta_C)
+    tl.store(dlog_decay + row + row_C, dlog_decay_C + tl.sum(through_K, 0), mask=real_C)
