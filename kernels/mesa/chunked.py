@@ -55,20 +55,21 @@ def _read_with_start(q, k, v, log_decay, beta, lam, sign, solve, start, state, s
     ops = arrays.of(q)
     V, dtype = v.shape[-1], state.H_BHKK.dtype
     options = {"sign": sign, "segments": segments}
-    q32, k32, v32, lam = (ops.cast(x, dtype) for x in (q, k, v, lam))
-    if not solve:
-        solution = q32
-    elif start == "zero":
-        solution = q32 * 0.0
-    else:
+    # Without a solve in the inputs' own dtype, as any linear attention.
+    inputs = q.dtype if not solve and q.dtype == k.dtype == v.dtype else dtype
+    solution, keys, values = (ops.cast(x, inputs) for x in (q, k, v))
+    if solve and start == "zero":
+        solution = solution * 0.0
+    elif solve:
         one = ops.ones((*q.shape[:3], 1), dtype, q)
         start_BH1K = LinearState(ops.einsum("bhkk->bhk", state.H_BHKK)[:, :, None], state.segment_B)
-        diagonal, _ = linear.linear_attention(one, one, k32 * k32, log_decay, beta, state=start_BH1K, **options)
-        solution = jacobi(q32, diagonal + lam)
+        diagonal, _ = linear.linear_attention(one, one, keys * keys, log_decay, beta, state=start_BH1K, **options)
+        solution = jacobi(solution, diagonal + ops.cast(lam, dtype))
     statistics = LinearState(ops.concatenate((state.G_BHKV, state.H_BHKK), -1), state.segment_B)
-    values = ops.concatenate((v32, k32), -1)
-    read, statistics = linear.linear_attention(solution, k32, values, log_decay, beta, state=statistics, chunk=chunk, run=run, **options)
-    residual = relative_residual(*(ops.stop_gradient(x) for x in (q32, q32 - read[..., V:] - lam * solution)))
+    values = ops.concatenate((values, keys), -1)
+    read, statistics = linear.linear_attention(solution, keys, values, log_decay, beta, state=statistics, chunk=chunk, run=run, **options)
+    q32, lam, solution, H_q = (ops.cast(x, dtype) for x in (q, lam, solution, read[..., V:]))
+    residual = relative_residual(*(ops.stop_gradient(x) for x in (q32, q32 - H_q - lam * solution)))
     padding = None if segments is None else (segments < 0)[..., None]
     taken = ops.zeros(q.shape[:3], ops.int32, q)
     return _outputs(ops.cast(read[..., :V], v.dtype), statistics.S_BHKV, taken, residual, padding, statistics.segment_B)

@@ -51,11 +51,11 @@ def test_casts_are_to_the_nearest_and_products_of_all_bits():
     assert error(z, x.bfloat16().double() @ x.bfloat16().double().T) <= 1e-6
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "option"), [*((name, None) for name in NAMES), ("mesa", "gla")])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_parity_in_bfloat16(name, sizes):
+def test_parity_in_bfloat16(name, option, sizes):
     operation = OPERATIONS[name]
-    options = next(iter(operation.options.values()))
+    options = operation.options[option] if option else next(iter(operation.options.values()))
     xs, state = make(operation, sizes)
     xs = {n: x if n in operation.float32 else torch.tensor(x).bfloat16().double().numpy() for n, x in xs.items()}
     segments = split_documents(*sizes[:2])
