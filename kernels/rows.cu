@@ -10,11 +10,6 @@ constexpr int ROWS = GATED && OUTPUTS < 8 ? OUTPUTS : 8, STEP = GATED ? ROWS : 1
 constexpr int SIDES = GATED || OUTPUTS > 8 ? 2 : 1, SLOTS = 4 * ROWS * WARPS;  // a tile's rows: ROWS and as many again, or only those
 static_assert(PART % 32 == 0);
 
-DEVICE float square(unsigned x) {
-  const float low = to_float((bfloat16)(x & 0xffff)), high = to_float((bfloat16)(x >> 16));
-  return low * low + high * high;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 rows(const bfloat16* x, const bfloat16* __restrict__ weight, const bfloat16* residual, void* y, int M, int J, float epsilon, float cap) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, first = warp * PART + lane % 4 * 8, j = blockIdx.x * OUTPUTS;

@@ -14,11 +14,6 @@ static_assert(M_TILES * OUTPUT_WARPS * 16 == OUTPUTS && N_TILES * 8 == ROWS && R
 // Where in a row of shared memory its `eight`th 8 inputs lie, so that the same 8 of 8 rows in line lie in different banks.
 DEVICE int place(int row, int eight) { return (eight ^ row % 8) * 8; }
 
-DEVICE float square(unsigned x) {
-  const float low = to_float((bfloat16)(x & 0xffff)), high = to_float((bfloat16)(x >> 16));
-  return low * low + high * high;
-}
-
 // Rows of LENGTH inputs to shared memory, 8 threads a row; `from(row)`: where one begins, or nullptr for zeros.
 template <int COUNT, int LENGTH, class From>
 DEVICE void copy_rows(bfloat16* to, From from, const bfloat16* somewhere) {
