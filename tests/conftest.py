@@ -1,6 +1,7 @@
-"""Every test: no network calls home, and threads that wait soon sleep (see stages/__init__.py)."""
+"""Every test: no network calls home, threads that wait soon sleep (see stages/__init__.py), and interrupts arrive."""
 
 import os
+import signal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
@@ -15,3 +16,6 @@ os.environ |= {
 # XLA compiles in a quarter of the time: what these tests run is tiny
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FAST)
+# A shell starts what runs in its background deaf to SIGINT, and so would be what these tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
