@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 KINDS = ("folder", "memory", "s3")
 SETTINGS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}  # no secrets: moto takes any
@@ -51,3 +54,12 @@ def url_of(kind: str, folder: Path) -> str:
         case "memory":
             return f"memory://{uuid.uuid4().hex}/store"
     return f"s3://bucket/{uuid.uuid4().hex}"
+
+
+def _opened_apart(self: MemoryFileSystem, path: str, mode: str = "rb", *, _open: Any = MemoryFileSystem._open, **options: Any) -> Any:
+    """fsspec's readers in memory share one file and its position, so threads read each other's bytes; no bucket's do."""
+    file = _open(self, path, mode, **options)
+    return io.BytesIO(file.getvalue()) if mode == "rb" else file
+
+
+MemoryFileSystem._open = _opened_apart
