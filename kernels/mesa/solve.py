@@ -72,7 +72,7 @@ def conjugate_gradients(
     p_CK, r_CK = p_CK.to(HELD), b_CK.to(KEPT)
     if MODE == "half":
         weight_CC = weight_CC.to(HELD)
-    x_CK = tl.zeros_like(b_CK)
+    x_CK = b_CK * 0.0
     rho_C = first_C * 0.0 + 1.0
     taken_C = (first_C * 0.0).to(tl.int32)
     count = -1 if JACOBI else 0

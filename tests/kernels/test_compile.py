@@ -34,7 +34,7 @@ STACK = {  # bytes a thread may spill, where not 0 in bfloat16 and 1024 in float
     ("kernels.delta_rule.triton", "_walk_back"): {"bfloat16": 320, "float32": 1024},
     ("kernels.delta_rule.triton", "_within_back"): {"bfloat16": 384, "float32": 1024},
     # Mesa's solver fills the registers with its vectors, and spills what is needed before and after its loop, or (corrections) for each step.
-    ("kernels.mesa.solve", "iterate"): {"bfloat16": 896, "float32": 1024},
+    ("kernels.mesa.solve", "iterate"): {"bfloat16": 832, "float32": 1024},
     ("kernels.mesa.check", "check"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.solve", "right_side"): {"bfloat16": 128, "float32": 1024},
     ("kernels.mesa.walks", "starts"): {"bfloat16": 128, "float32": 1024},
