@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.mesa.products import halves, row_scales, times_halves
-from kernels.mesa.system import place, place_of_keys, system
+from kernels.mesa.system import AMOUNTS, place, place_of_keys, system
 
 STEPS = tl.constexpr(8)  # that must be left to a token, or it is not solved for again
 SLACK, CAP = tl.constexpr(8), tl.constexpr(3)  # backward: see `reached`
@@ -157,7 +157,7 @@ def _check(
     inside_CC = times_halves(x_CK, x_low_CK, tl.trans(k_CK), None, None, MODE)
     faint = 0
     if PART == "first" and not BACK:
-        random = tl.sum(square_C, 0) * tl.load(amounts + m * 7 + 6) / K
+        random = tl.sum(square_C, 0) * tl.load(amounts + m * AMOUNTS + 6) / K
         faint = (tl.sum(inside_CC * inside_CC) < random * FAINT).to(tl.int32)
     inside_CC, inside_low_CC = halves(inside_CC * weight_CC, k_CK.dtype, MODE)
     left_C, read_C = evaluate(

@@ -68,7 +68,7 @@ def step(
 
 
 def in_cuda(q: Array, v: Array) -> bool:
-    """Whether the step has its sizes, its compiler and its shared memory in CUDA C. Who it is for has it always: Triton's takes a state as it is."""
+    """Whether the step has its sizes, its compiler and its shared memory in CUDA C. The same for every step of a state: Triton's kernel reads H whole."""
     sizes = q.shape[-1] == v.shape[-1] == 128 and q.is_cuda and not isinstance(q, FakeTensor)
     return sizes and nvrtc.refusal() is None and fits(q.device)
 

@@ -10,15 +10,7 @@ Shapes: C tokens of one chunk.
 import triton
 import triton.language as tl
 
-from kernels.tiles import INTERPRETED
-
-
-@triton.jit
-def exp(x):
-    """e^x; 0 where that is no normal number, for half the instructions."""
-    if INTERPRETED:
-        return tl.exp(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1)
+from kernels.tiles import exp
 
 
 @triton.jit

@@ -15,6 +15,9 @@ import triton.language as tl
 from kernels.linear_attention.walks import since_start
 from kernels.mesa.products import power_of_two, weights
 
+AMOUNTS = tl.constexpr(7)
+"""Numbers of a chunk that `walks.prepare` leaves."""
+
 
 @triton.jit
 def place(m, T, H, BH, C: tl.constexpr):
@@ -44,5 +47,5 @@ def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_ro
         return weights(sum_C, tag_C, tl.load(beta + first_row + row_C, mask=real_C, other=0.0)), start_C, 1.0
     else:
         H_size = tl.load(scale + m * 2 + 1)
-        unit = power_of_two(tl.maximum(tl.load(amounts + m * 7 + 5), H_size))
+        unit = power_of_two(tl.maximum(tl.load(amounts + m * AMOUNTS + 5), H_size))
         return weights(sum_C, tag_C, tl.load(reaches + m * C + i_C) * (1 / unit)), start_C * (H_size / unit), unit

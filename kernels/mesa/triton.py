@@ -21,6 +21,7 @@ from kernels.mesa import check as checker
 from kernels.mesa import chunked, inside, walks
 from kernels.mesa import solve as solver
 from kernels.mesa.reference import State
+from kernels.mesa.system import AMOUNTS
 
 Array = Any  # torch.Tensor
 
@@ -89,7 +90,7 @@ def prepare(k, v, beta, decays, chunk, mode) -> tuple[torch.Tensor | None, ...]:
     B, T, H, K = k.shape
     N, V = divide_up(T, chunk), v.shape[-1]
     M, new = N * B * H, partial(k.new_empty, dtype=torch.float32)
-    made = torch.empty_like(k, dtype=torch.float16), new(beta.shape), new((M, chunk)), new((2, M, chunk)), new((M, 7))
+    made = torch.empty_like(k, dtype=torch.float16), new(beta.shape), new((M, chunk)), new((2, M, chunk)), new((M, AMOUNTS.value))
     launch(
         walks.prepare, (M,), k, v, beta, *decays, *made, T, H, N, B * H,
         K=K, V=V, C=chunk, BK=tile(K), BV=tile(V), warps=4, stages=1,

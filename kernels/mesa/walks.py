@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.linear_attention.walks import since_start, to_end
 from kernels.mesa.products import low_part, power_of_two, product, row_scales
-from kernels.mesa.system import place
+from kernels.mesa.system import AMOUNTS, place
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def prepare(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """What one chunk is multiplied with: keys [B, T, H, K] in float16, each over a power of two, sizes [B, T, H]; reaches [M, C], beta
-    times these twice; factors [2, M, C], of v in G and of keys in H, over the chunk's most; amounts [M, 7]: the decay over the chunk, of G and of H
+    times these twice; factors [2, M, C], of v in G and of keys in H, over the chunk's most; amounts [M, AMOUNTS]: the decay over the chunk, of G and of H
     that most and a bound of what is added, the most of reaches, and the keys' squares."""
     m = tl.program_id(0)
     _, row, row_C, real_C, chunk = place(m, T, H, BH, C)
@@ -40,17 +40,17 @@ def prepare(
     tl.store(sizes + row + row_C, size_C, mask=real_C)
     reach_C = beta_C * size_C * size_C
     tl.store(reaches + m * C + i_C, reach_C)
-    tl.store(amounts + m * 7 + 5, tl.max(reach_C, 0))
-    tl.store(amounts + m * 7 + 6, tl.sum(k_CK * k_CK))
-    tl.store(amounts + m * 7, since_start(sum_end, tag_end, first))
+    tl.store(amounts + m * AMOUNTS + 5, tl.max(reach_C, 0))
+    tl.store(amounts + m * AMOUNTS + 6, tl.sum(k_CK * k_CK))
+    tl.store(amounts + m * AMOUNTS, since_start(sum_end, tag_end, first))
     for part in tl.static_range(2):
         write_C *= size_C
         most_C = tl.max(tl.abs(v_CV), 1) if part == 0 else tl.max(tl.abs(k_CK), 1)
         reach_C = tl.abs(write_C) * most_C  # half of a token's part in S, or more
         most = 2 * power_of_two(tl.max(reach_C, 0))
         tl.store(factors + (part * N * BH + m) * C + i_C, write_C * (1 / most))
-        tl.store(amounts + m * 7 + 1 + 2 * part, most)
-        tl.store(amounts + m * 7 + 2 + 2 * part, 2 * tl.sum(reach_C, 0))
+        tl.store(amounts + m * AMOUNTS + 1 + 2 * part, most)
+        tl.store(amounts + m * AMOUNTS + 2 + 2 * part, 2 * tl.sum(reach_C, 0))
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BH"])
@@ -96,8 +96,8 @@ def starts(
             write_C = tl.load(beta + row + row_C, mask=real_C, other=0.0) * to_end(sum_C, tag_C, sum_end, tag_end)
             S_KW = product(tl.trans(k_CK), x_CW * write_C[:, None], None, S_KW * since_start(sum_end, tag_end, first), MODE)
         else:
-            keep = tl.load(amounts + m * 7)
-            most, grown = tl.load(amounts + m * 7 + 1 + 2 * part), tl.load(amounts + m * 7 + 2 + 2 * part)
+            keep = tl.load(amounts + m * AMOUNTS)
+            most, grown = tl.load(amounts + m * AMOUNTS + 1 + 2 * part), tl.load(amounts + m * AMOUNTS + 2 + 2 * part)
             x_CW *= tl.load(factors + (part * N * BH + m) * C + i_C)[:, None]
             size = 2 * power_of_two(bound)
             scaled_KW = S_KW * (1 / size)

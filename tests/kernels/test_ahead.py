@@ -59,7 +59,7 @@ def test_fake_tensors_ask_once_and_a_start_waits() -> None:
     assert sorted(kernel.asked, key=str) == [((torch.bfloat16, None, size, 0.5), options, True) for size in (4, 5)]
 
 
-def test_what_fails_ahead_fails_when_it_is_started_and_not_before() -> None:
+def test_what_fails_ahead_is_left_to_the_start() -> None:
     kernel = Kernel(fails=True)
     kernel.may_end.set()
     on_fakes(kernel)
