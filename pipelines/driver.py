@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -330,22 +328,12 @@ def main(arguments: list[str] | None = None) -> None:
     while True:
         if driver.turn():
             idle = time.monotonic()
-        if driver.local:
-            _end_without_guardian()
-        elif driver.outdated or time.monotonic() - idle > options.linger:
+        if not driver.local and (driver.outdated or time.monotonic() - idle > options.linger):
             driver.board.leave(options.session)
             if driver.outdated or not driver.turn():  # whoever asked before the sign of life went away is still served
                 break
             driver.beat()
     driver.board.leave(options.session)
-
-
-def _end_without_guardian() -> None:
-    """The second line of defence: a head whose guardian was killed is ended from inside."""
-    folder = Path(os.environ[head.MARK])
-    if not head.runs(head.load(folder / "guardian.json")):
-        head.sweep(folder)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
            r/                       Ray's own files; Ray opens this one to everybody
 
 A small guardian process, in a session of its own, starts `ray start --head --block`, watches the owners, and ends
-every process of the head and its folder after the last owner ended, however it ended. Ray dies with its guardian.
+every process of the head and its folder after the last owner ended, however it ended. If it is killed itself, its
+heir, a copy of it that waits for nothing else, does the same. What outlives both is ended by the next head.
 """
 
 from __future__ import annotations
@@ -306,6 +307,7 @@ def guard(root: Path) -> None:
     folder = Path(os.environ[MARK])
     _process_control(PR_SET_CHILD_SUBREAPER, 1)  # whatever Ray leaves behind becomes our child
     write_atomically(folder / "guardian.json", json.dumps(identity(psutil.Process())))
+    _leave_heir(folder)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     ray = subprocess.Popen(_command(folder, load(path)["url"]), preexec_fn=lambda: _process_control(PR_SET_PDEATHSIG, signal.SIGTERM))
@@ -319,6 +321,25 @@ def guard(root: Path) -> None:
         if load(path).get("folder") == str(folder):
             path.unlink()
         _end(ray, folder)
+
+
+def _leave_heir(folder: Path) -> None:
+    """Fork a process that ends the head in `folder` once this one was killed; an end in order ends the heir first.
+
+    The kernel tells Ray of our death too, but a Ray that still starts, or has much to do, can leave processes behind.
+    """
+    waits, held = os.pipe()  # closed on exec: nobody else holds the end that our death closes
+    if os.fork():
+        os.close(waits)
+        return
+    os.setsid()
+    os.close(held)
+    os.read(waits, 1)
+    deadline = time.monotonic() + END_SECONDS
+    while members(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    sweep(folder)
+    sys.exit()
 
 
 def _owned(path: Path, folder: Path) -> bool:

@@ -43,11 +43,17 @@ def guardian(tmp_path, sleeper):
     (root / ".strata" / "head.json").write_text(json.dumps(record))
     code = f"from pathlib import Path; from pipelines import head; head._command = lambda *a: [{sys.executable!r}, '-c', {STAND_IN!r}]; head.guard(Path({str(root)!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=head.CODE, env=head.environment(folder), start_new_session=True)
-    until(lambda: len(head.members(folder)) == 4)
+    until(lambda: len(head.members(folder)) == 5)  # the guardian, its heir, the stand-in and its two
     yield process, root, folder
     process.kill()
     process.wait()
     head.sweep(folder)
+
+
+def children(process):
+    """Of a guardian: (its heir, Ray), each as a psutil.Process."""
+    heir, ray = sorted(psutil.Process(process.pid).children(), key=lambda child: "import subprocess" in str(child.cmdline()))
+    return heir, ray
 
 
 def test_the_guardian_ends_everything_when_the_owner_is_killed(guardian, sleeper):
@@ -67,14 +73,25 @@ def test_the_guardian_ends_everything_when_it_is_asked_to(guardian):
 
 def test_the_guardian_ends_everything_when_ray_dies(guardian):
     process, root, folder = guardian
-    next(child for child in psutil.Process(process.pid).children()).kill()
+    children(process)[1].kill()
     assert process.wait(timeout=10) == 0
     assert not head.members(folder) and not folder.exists()
 
 
-def test_ray_dies_with_a_killed_guardian_and_the_next_head_clears_the_rest(guardian, monkeypatch):
+def test_the_heir_ends_everything_when_the_guardian_is_killed(guardian):
     process, root, folder = guardian
-    ray = psutil.Process(process.pid).children()[0]
+    _, ray = children(process)
+    process.send_signal(signal.SIGSTOP)  # or it would see Ray's end and do its work
+    ray.kill()
+    process.kill()
+    until(lambda: not head.members(folder) and not folder.exists())
+    assert head.current(root) is None
+
+
+def test_ray_dies_with_a_killed_guardian_and_heir_and_the_next_head_clears_the_rest(guardian, monkeypatch):
+    process, root, folder = guardian
+    heir, ray = children(process)
+    heir.kill()
     process.kill()
     process.wait()
     until(lambda: not ray.is_running() or ray.status() == psutil.STATUS_ZOMBIE)
@@ -201,7 +218,7 @@ def test_a_cluster_that_wants_a_token(cluster, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_real_head_ends_with_its_guardian(tmp_path, sleeper):
-    """kill -9 of the guardian while a request runs: Ray gets a signal from the kernel, the driver notices; nothing is left."""
+    """kill -9 of the guardian as soon as Ray answers, which still starts then: nothing is left."""
     address = head.ensure(tmp_path, psutil.Process(sleeper.pid))
     folder = address.token.parent
     assert folder.stat().st_mode & 0o077 == 0 and (folder / "token").stat().st_mode & 0o077 == 0
@@ -211,6 +228,5 @@ def test_a_real_head_ends_with_its_guardian(tmp_path, sleeper):
     }
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
     os.kill(head.load(folder / "guardian.json")["pid"], signal.SIGKILL)
-    until(lambda: not head.members(folder), seconds=20)
+    until(lambda: not head.members(folder) and not folder.exists(), seconds=20)
     assert head.current(tmp_path) is None
-    head.sweep(folder)  # as the next head would

@@ -223,33 +223,6 @@ def test_what_failed_ahead_is_told_and_not_tried_again(ask, request_for, place):
     assert ask(wanted)[0].error == "training.batch: found 0, wanted at least 1." and len(attempts(wanted)) == 1
 
 
-@pytest.mark.slow
-def test_a_head_without_guardian_is_ended_by_its_driver(tmp_path, monkeypatch):
-    """kill -9 of the guardian and of Ray's first process at once: no signal is left to come, the driver notices."""
-    monkeypatch.setenv("PYTHONPATH", str(PROBE))
-    address = head.ensure(tmp_path)
-    folder = address.token.parent
-    wanted = Request(
-        stage="probe",
-        cell="cell",
-        spec={"stage": "probe", "versions": {}, "parameters": {"do": "wait"}},
-        inputs={},
-        store=str(tmp_path),
-        study="nano",
-    )
-    process = asking(wanted, (address, tmp_path))
-    until(lambda: Store(tmp_path).alive(wanted.key))
-    guardian = psutil.Process(head.load(folder / "guardian.json")["pid"])
-    first = guardian.children()[0]
-    process.kill()
-    guardian.suspend()  # or it would see the other's end and do its work
-    first.kill()
-    guardian.kill()
-    until(lambda: not head.members(folder) and not folder.exists())
-    assert Store(tmp_path).alive(wanted.key) is None
-    process.wait()
-
-
 # Without Ray
 
 
