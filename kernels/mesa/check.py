@@ -17,6 +17,7 @@ from kernels.mesa.system import AMOUNTS, place, place_of_keys, system
 STEPS = tl.constexpr(8)  # that must be left to a token, or it is not solved for again
 SLACK, CAP = tl.constexpr(8), tl.constexpr(3)  # backward: see `reached`
 FAINT = tl.constexpr(0.25)  # of what random keys would read of x
+ROOM = tl.constexpr(32)  # for weights: what x reads of keys under them is below 2^10 times this, and float16 holds 2^16
 MARGIN = tl.constexpr(16)  # by which a correction goes below what is asked: a wrong solution can be several times too long
 
 
@@ -147,7 +148,7 @@ def _check(
     at_CK, real_CK, _, _, real_K = place_of_keys(m, first_row, row_C, real_C, K, V, BK)
     x_CK = tl.load(x + at_CK, mask=real_CK, other=0.0)
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
-    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
+    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, ROOM, C, MODE)
     over_C = over(lengths, first_row, row_C, real_C)
     size_C = row_scales(x_CK, MODE)
     x_CK *= (1 / size_C)[:, None]
@@ -168,13 +169,14 @@ def _check(
     if PART == "first" or PART == "left":
         lam_K = tl.load(lam + h * K + tl.arange(0, BK), mask=real_K, other=float("inf"))
         reached_C = reached(tl.load(asked + first_row + row_C, mask=real_C, other=0.0), length_C, lam_K, bound, BACK)
-        again_C = (left_C > reached_C) & (tl.load(taken + first_row + row_C, mask=real_C, other=0) + STEPS <= steps)
+        goal_C = reached_C if PART == "first" else reached_C / MARGIN
+        again_C = (left_C > goal_C) & (tl.load(taken + first_row + row_C, mask=real_C, other=0) + STEPS <= steps)
         if PART == "first":
             flagged = tl.max(again_C.to(tl.int32), 0)
             tl.store(flag + m, flagged + 2 * faint)
             enough = flagged == 0
         else:
-            tl.store(goal + first_row + row_C, tl.where(again_C, reached_C / MARGIN, 0.0), mask=real_C)
+            tl.store(goal + first_row + row_C, tl.where(again_C, goal_C, 0.0), mask=real_C)
     if PART != "left":
         if BACK:
             tl.store(reading + first_row + row_C, tl.load(since + first_row + row_C, mask=real_C, other=0.0) - read_C, mask=real_C)

@@ -144,7 +144,7 @@ def _iterate(
     i_K = tl.arange(0, BK)
     ONCE: tl.constexpr = "exact" if MODE == "exact" else "half"
     # All that comes from memory is asked for before anything waits for it.
-    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C, MODE)
+    weight_CC, start_C, unit = system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, 1, C, MODE)
     b_CK = tl.load(rhs + at_CK, mask=real_CK, other=0.0).to(tl.float32)
     k_CK = tl.load(keys + at_CK, mask=real_CK, other=0.0)
     high_KK = tl.load(high + at_KK, mask=real_KK, other=0.0)

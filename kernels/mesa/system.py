@@ -17,6 +17,8 @@ from kernels.mesa.products import power_of_two, weights
 
 AMOUNTS = tl.constexpr(7)
 """Numbers of a chunk that `walks.prepare` leaves."""
+FULL = tl.constexpr(2**13)
+"""Up to where a scaled state may come: its bound is some tens of times what random values reach, and a low part below 2^-14 loses bits."""
 
 
 @triton.jit
@@ -38,8 +40,9 @@ def place_of_keys(m, first_row, row_C, real_C, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
-def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, C: tl.constexpr, MODE: tl.constexpr):
-    """Of A = unit * (weight, start, Lambda / unit) for keys over their sizes: weight_CC, start_C, unit. reaches, amounts: `walks.prepare`'s."""
+def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, most, C: tl.constexpr, MODE: tl.constexpr):
+    """Of A = unit * (weight, start, Lambda / unit) for keys over their sizes: weight_CC, up to twice `most`, start_C, unit. reaches, amounts:
+    `walks.prepare`'s."""
     i_C = tl.arange(0, C)
     sum_C, tag_C = tl.load(sums + chunk * C + i_C), tl.load(tags + chunk * C + i_C)
     start_C = since_start(sum_C, tag_C, tl.load(firsts + chunk))
@@ -47,5 +50,5 @@ def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_ro
         return weights(sum_C, tag_C, tl.load(beta + first_row + row_C, mask=real_C, other=0.0)), start_C, 1.0
     else:
         H_size = tl.load(scale + m * 2 + 1)
-        unit = power_of_two(tl.maximum(tl.load(amounts + m * AMOUNTS + 5), H_size))
+        unit = power_of_two(tl.maximum(tl.load(amounts + m * AMOUNTS + 5), H_size * FULL)) / most
         return weights(sum_C, tag_C, tl.load(reaches + m * C + i_C) * (1 / unit)), start_C * (H_size / unit), unit

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.linear_attention.walks import since_start, to_end
 from kernels.mesa.products import low_part, power_of_two, product, row_scales
-from kernels.mesa.system import AMOUNTS, place
+from kernels.mesa.system import AMOUNTS, FULL, place
 
 
 @triton.jit
@@ -100,11 +100,11 @@ def starts(
             most, grown = tl.load(amounts + m * AMOUNTS + 1 + 2 * part), tl.load(amounts + m * AMOUNTS + 2 + 2 * part)
             x_CW *= tl.load(factors + (part * N * BH + m) * C + i_C)[:, None]
             size = 2 * power_of_two(bound)
-            scaled_KW = S_KW * (1 / size)
+            scaled_KW = S_KW * (1 / size) * FULL
             high_KW = scaled_KW.to(tl.float16)
             tl.store(high + state + at_KW, high_KW, mask=real_KW)
             tl.store(low + state + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
-            tl.store(scale + m * 2 + part, size, mask=column == 0)
+            tl.store(scale + m * 2 + part, size / FULL, mask=column == 0)
             high_CW = x_CW.to(tl.float16)
             written_KW = tl.dot(tl.trans(k_CK), high_CW)
             written_KW = tl.dot(tl.trans(k_CK), low_part(x_CW, high_CW), written_KW)
