@@ -18,7 +18,9 @@ from kernels.mesa.products import power_of_two, weights
 AMOUNTS = tl.constexpr(7)
 """Numbers of a chunk that `walks.prepare` leaves."""
 FULL = tl.constexpr(2**13)
-"""Up to where a scaled state may come: its bound is some tens of times what random values reach, and a low part below 2^-14 loses bits."""
+LEAST = tl.constexpr(2**-100)
+"""FULL: up to where a scaled state may come: its bound is some tens of times what random values reach, and a low part below 2^-14 loses bits.
+LEAST: what a state is over at least, so that FULL over it is a number."""
 
 
 @triton.jit
@@ -40,7 +42,9 @@ def place_of_keys(m, first_row, row_C, real_C, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
-def system(m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, most, C: tl.constexpr, MODE: tl.constexpr):
+def system(
+    m, chunk, reaches, amounts, beta, sums, tags, firsts, scale, first_row, row_C, real_C, most, C: tl.constexpr, MODE: tl.constexpr
+):
     """Of A = unit * (weight, start, Lambda / unit) for keys over their sizes: weight_CC, up to twice `most`, start_C, unit. reaches, amounts:
     `walks.prepare`'s."""
     i_C = tl.arange(0, C)

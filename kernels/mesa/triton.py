@@ -2,8 +2,8 @@
 itself; backward one more solve, a walk the other way, and the chunks' gradients (`inside.py`).
 
 Products (`products.py`): of float32 inputs in float32. Of bfloat16 inputs in float16, with a second solve for the residual where that is too large
-(`precision="auto"`), or in high and low parts throughout (`precision="split"`). Gradients of heads in which no chunk needed it, forward or
-backward, and keys read enough of the solution, are of single bfloat16 products.
+(`precision="auto"`), or in high and low parts throughout (`precision="split"`). Inside the chunks of heads in which no chunk needed
+it, forward or backward, and keys read enough of the solution, gradients are of single bfloat16 products.
 
 Shapes: B batch, T time, H heads, K key size, V value size, X = V + K, N chunks, M = N B H.
 """
@@ -169,19 +169,20 @@ def backward(inputs, residuals, gradients, *, steps, eps, criterion, start, chun
     tiles = divide_up(V, columns) + divide_up(K, columns)
     dthrough, dS = new((M, tiles, tile(K))), new(S_BHKX.shape)
     # Heads of which no chunk is flagged have no use for low parts.
-    passes = [("all", mode, x, back)] if mode != "refine" else [("easy", "half", short, dq), ("hard", "split", x, back)]
+    passes = [("all", mode)] if mode != "refine" else [("easy", "half"), ("hard", "split")]
     hard = None if mode != "refine" else torch.maximum(flag, again).reshape(N, B * H).amax(0)
-    for heads, taken, x, back in passes:
+    for heads, taken in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy ends" if heads == "easy" else "ends"]
         launch(
             walks.ends, (tiles, B * H), x, do, back, *decays, high, low, scale, dlast, dhigh, dlow, dthrough, dS, hard, T, H, N, B * H,
             **shape, BW=columns, MODE=taken, HEADS=heads, warps=warps, stages=stages,
         )  # fmt: skip
     dk, dv, dbeta, dlog_decay, dlam = torch.empty_like(k), torch.empty_like(v), new(beta.shape), new(beta.shape), new((M, K))
-    for heads, taken, x, back in passes:
+    for heads, taken in passes:
         columns, warps, stages = CONFIGURATIONS[mode]["easy inside" if heads == "easy" else "inside"]
+        solutions = (short, dq) if heads == "easy" else (x, back)
         launch(
-            inside.gradients, (M,), x, back, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
+            inside.gradients, (M,), *solutions, do, k, v, beta, *decays, dhigh, dlow, since, dthrough, dk, dv, dbeta, dlog_decay, dlam,
             hard, T, H, B * H, **shape, BV=tile(V), BJ=columns, TILES=tiles, MODE=taken, HEADS=heads, warps=warps, stages=stages,
             registers=LIMIT if mode == "exact" else None,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.linear_attention.walks import since_start, to_end
 from kernels.mesa.products import low_part, power_of_two, product, row_scales
-from kernels.mesa.system import AMOUNTS, FULL, place
+from kernels.mesa.system import AMOUNTS, FULL, LEAST, place
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def starts(
             keep = tl.load(amounts + m * AMOUNTS)
             most, grown = tl.load(amounts + m * AMOUNTS + 1 + 2 * part), tl.load(amounts + m * AMOUNTS + 2 + 2 * part)
             x_CW *= tl.load(factors + (part * N * BH + m) * C + i_C)[:, None]
-            size = 2 * power_of_two(bound)
-            scaled_KW = S_KW * (1 / size) * FULL
+            size = tl.maximum(2 * power_of_two(bound), LEAST)
+            scaled_KW = S_KW * (FULL / size)
             high_KW = scaled_KW.to(tl.float16)
             tl.store(high + state + at_KW, high_KW, mask=real_KW)
             tl.store(low + state + at_KW, low_part(scaled_KW, high_KW), mask=real_KW)
@@ -124,7 +124,7 @@ def ends(
 
     dhigh, dlow [M, K, X]: the gradient at each chunk's end in two halves, that of H twice over, as H and its
     transpose (H is symmetric); dthrough [M, tiles, BK]: that of log decay over the whole chunk, by this tile and row.
-    HEADS: "all"; "hard", those that are flagged in hard [BH]; "easy", the others, in single products of bfloat16 x and back, without dlow.
+    HEADS: "all"; "hard", those that are flagged in hard [BH]; "easy", the others, with MODE "half": without the states' low parts.
     """
     G_TILES: tl.constexpr = (V + BW - 1) // BW
     asked_for = True
@@ -199,12 +199,9 @@ def _ends(
 
 @triton.jit
 def outer(a_CK, b_CW, sum_KW, MODE: tl.constexpr):
-    """sum + a^T b; "half": a in bfloat16; "split": of high and low parts in bfloat16. Gradients have no scale, and so float16 no room for them."""
+    """sum + a^T b, but for "exact" of high and low parts in bfloat16: gradients have no scale, and so float16 no room for them."""
     if MODE == "exact":
         return product(tl.trans(a_CK), b_CW, None, sum_KW, MODE)
-    elif MODE == "half":
-        high_CW = b_CW.to(tl.bfloat16)
-        return tl.dot(tl.trans(a_CK), low_part(b_CW, high_CW), tl.dot(tl.trans(a_CK), high_CW, sum_KW))
     else:
         a_high, b_high = a_CK.to(tl.bfloat16), b_CW.to(tl.bfloat16)
         sum_KW = tl.dot(tl.trans(a_high), b_high, sum_KW)

@@ -84,11 +84,14 @@ def relative(x, exact):
     return float((x.detach().double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize(("kind", "twice"), [("mixed", (0, 0)), ("hard", (0, 0)), ("lowrank", (0.6, 1)), ("scream", (1, 1))])
-def test_mesa_is_within_its_bounds_and_solves_twice_where_it_must(kind, twice):
-    errors, info, flags = solved(inputs.mesa(kind, 1, 256, 1, 128))
-    assert errors["o"] <= 3.5e-3 and max(errors.values()) <= 5e-3, errors
-    assert float(info["residual"].max()) <= 1.4e-3
+@pytest.mark.parametrize(
+    ("kind", "length", "twice"), [("mixed", 256, (0, 0)), ("hard", 256, (0, 0)), ("lowrank", 256, (0.6, 1)), ("scream", 512, (1, 1))]
+)
+def test_mesa_is_within_its_bounds_and_solves_twice_where_it_must(kind, length, twice):
+    """What rounding a bfloat16 output costs is 1.7e-3."""
+    errors, info, flags = solved(inputs.mesa(kind, 1, length, 1, 128))
+    assert errors["o"] <= 2e-3 and max(errors.values()) <= 3.3e-3, errors
+    assert float(info["residual"].max()) <= (1e-4 if kind == "scream" else 1.25e-3)
     shares = [float((flag & 1).float().mean()) for flag in flags]
     assert all(found >= least and (least > 0 or found == 0) for found, least in zip(shares, twice, strict=True)), shares
 
