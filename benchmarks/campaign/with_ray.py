@@ -143,6 +143,17 @@ def _has(*words: str) -> Callable[[Run, psutil.Process], bool]:
     return lambda run, process: any(word in " ".join(process.cmdline()) for word in words)
 
 
+def _of_the_head(heir: bool) -> Callable[[Run, psutil.Process], bool]:
+    """The head's guardian, or its heir, which is the guardian's child and a copy of it."""
+    known = _has("pipelines.head")
+
+    def chosen(run: Run, process: psutil.Process) -> bool:
+        parent = process.parent()
+        return known(run, process) and (parent is not None and known(run, parent)) == heir
+
+    return chosen
+
+
 def _signal(number: signal.Signals, group: bool) -> Callable[[Run, subprocess.Popen[bytes], random.Random], None]:
     def fault(run: Run, process: subprocess.Popen[bytes], chosen: random.Random) -> None:
         os.killpg(process.pid, number) if group else process.send_signal(number)
@@ -184,7 +195,8 @@ FAULTS: dict[str, Callable[[Run, subprocess.Popen[bytes], random.Random], None]]
     "kill -9 of dvc": _kill(lambda run, process: process.cmdline()[1:4] == ["-m", "dvc", "repro"]),
     "kill -9 of the stage's command": _kill(_has("strata run")),
     "kill -9 of the driver": _kill(_has("pipelines.driver")),
-    "kill -9 of the head's guardian": _kill(_has("pipelines.head")),
+    "kill -9 of the head's guardian": _kill(_of_the_head(heir=False)),
+    "kill -9 of the guardian's heir": _kill(_of_the_head(heir=True)),
     "kill -9 of Ray's control store": _kill(_has("gcs_server")),
     "kill -9 of the raylet": _kill(_has("raylet/raylet")),
     "kill -9 of everything": everything,
