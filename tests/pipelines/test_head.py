@@ -52,7 +52,8 @@ def guardian(tmp_path, sleeper):
 
 def children(process):
     """Of a guardian: (its heir, Ray), each as a psutil.Process."""
-    heir, ray = sorted(psutil.Process(process.pid).children(), key=lambda child: "import subprocess" in str(child.cmdline()))
+    heir, ray = sorted(psutil.Process(process.pid).children(), key=lambda child: child.cmdline()[-1] == STAND_IN)
+    assert heir.cmdline() == psutil.Process(process.pid).cmdline() and ray.cmdline()[-1] == STAND_IN
     return heir, ray
 
 
