@@ -73,7 +73,8 @@ class Page:
             escape(self.look.labels[self.cell[best]["model"]]),
             f" at {escape(style.place(*place))}" if len(self.study.places) > 1 else "",
         )
-        said = f"{'Best' if len(scores) > 1 else 'It reached'}{where}: <b>{label}</b>, {what} {style.perplexity(scores[best])}"
+        among = " outside the sweep" if len(self.compared) < len(self.tables["models"]) else ""
+        said = f"Best{among}{where}: <b>{label}</b>, {what} {style.perplexity(scores[best])}"
         baseline = next((cell for cell in scores if self.cell[cell]["model"] == self.study.parameters.baseline), None)
         if len(scores) == 1:
             return f"<b>{label}</b>{where}: {what} {style.perplexity(scores[best])}."

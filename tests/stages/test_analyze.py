@@ -145,6 +145,10 @@ def test_a_failed_model_shows_as_infinite_and_breaks_nothing(tmp_path):
 # Parts that cannot be there
 
 
+def test_the_best_is_said_to_be_so_outside_a_sweep(made):
+    assert "Best outside the sweep" in (made / "report.html").read_text()
+
+
 def test_the_sweep_over_training_steps_is_less_the_grids_cell(made):
     rows = [row for row in table(made, "cg_sweep") if row["kind"] == "training"]
     assert {(row["cell"], row["reference"], row["steps"]) for row in rows} == {("mesa_cg5-nano-1m", "mesa-nano-1m", 5)}
